@@ -45,7 +45,9 @@ from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 
 OnPhase = Callable[[str, int, int], None]
-"""Called before each measurement with what is measured, its number, and their count."""
+"""Called before each phase with what it does, the number of phases so far, and their count."""
+_FIT_PHASES = 12
+"""The fit takes as long as so many measurements."""
 _HOST = 1e-5
 """The seconds of a call, or of an op that a host issues, from which their fit starts."""
 _GAP = 1e-6
@@ -339,7 +341,7 @@ def _count(what: Suite, device: str) -> int:
     steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n)) + len(_launched(what, device))
     others = len(what.dtypes) if what.products is not None else 0
     several = 2 + len(_split(what)) if len(what.ranks) > 1 else 0
-    return sum([len(t.microbatches) for t in what.trainings]) + others + several + steps + 1
+    return sum([len(t.microbatches) for t in what.trainings]) + others + several + steps + _FIT_PHASES
 
 
 def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
@@ -347,18 +349,18 @@ def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
     found = Profiled([], [], [])
     for t in what.trainings:
         for n in t.microbatches:
-            phases.next("ops")
+            phases.next("measuring ops")
             found.samples.extend(measure_ops(t.model(), Plan(microbatches=n), options).samples)
     for dtype in what.dtypes if what.products is not None else ():
-        phases.next(f"products in {dtype}")
+        phases.next(f"measuring products in {dtype}")
         found.samples.extend(measure_ops(what.products.model(dtype), Plan(), options).samples)  # type: ignore[union-attr]
     if len(what.ranks) > 1:
-        phases.next("issuing communication")
+        phases.next("measuring the issue of communication")
         found.issues.extend(measure_ops(what.trainings[0].model(), Plan(tp=2), options).issues)
         found.sends.extend(measure_ops(what.trainings[0].model(), Plan(pp=2, microbatches=4), options).sends)
         known = {(s.op, s.dtype) for s in found.samples}
         for t, plan in _split(what):
-            phases.next("ops of split programs")
+            phases.next("measuring ops of split programs")
             samples = measure_ops(t.model(), plan, options).samples
             found.samples.extend(s for s in samples if (s.op, s.dtype) not in known)
     return found
@@ -376,7 +378,7 @@ def _links(what: Suite, device: str, phases: _Phases) -> Links:
         return Links(0.0, 1e10, 0.0, 0.0, 1e10)
     from distir.backends.processes.bench_collectives import bench_collectives
 
-    phases.next("collectives")
+    phases.next("measuring collectives")
     backend = "nccl" if device == "cuda" else "gloo"
     rows = bench_collectives(2, backend, ["all-reduce", "send-recv"], what.sizes)
     return fit_links(*([(t.size, t.seconds) for t in rows if t.collective == c] for c in ("send-recv", "all-reduce")))
@@ -417,10 +419,10 @@ def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[in
     for n in what.ranks:
         for t, plans in _timed(what, n):
             for plan in plans:
-                phases.next(f"steps on {n}")
+                phases.next(f"measuring steps on {counted(n, 'rank')}")
                 found.setdefault(n, []).append(measure_step(t.model(), plan, t.steps, options))
     for t in _launched(what, options.device):
-        phases.next("steps whose kernels the host launches")
+        phases.next("measuring steps whose kernels the host launches")
         found.setdefault(1, []).append(measure_step(t.model(), Plan(), t.steps, options, launched=True))
     return found
 

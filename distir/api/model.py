@@ -35,7 +35,7 @@ from distir.ir.pause import no_collection
 from distir.ir.type import DType, Tensor
 from distir.models.config_file import is_config
 from distir.models.configs import built_from, title_of
-from distir.models.named import Built, built, is_named, own_loss
+from distir.models.named import Built, built, is_named, model_names, own_loss
 from distir.transforms.differentiation.training import Optimizer, initial_state, optimizer_named, training_step
 from distir.transforms.passes import SEQUENTIAL, form_of
 from distir.transforms.roles import batch_dims, batch_size, weights
@@ -284,6 +284,10 @@ def _read(model: ModelSource, options: LoadOptions) -> Model:
         return _from_text(Path(model), dims, batch)
     from distir.importer import import_from_onnx
 
+    if not Path(model).exists():
+        known = model_names()
+        listed = None if Path(model).suffix else f"models by name are {', '.join(known)}"
+        raise UsageError(f"there is no file {model}", did_you_mean(str(model).partition(":")[0], known, listed))
     function, arrays = import_from_onnx(model, dims=dims, batch=batch)
     return Model(with_causal_attention(function, arrays), arrays, Path(model))
 

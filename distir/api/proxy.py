@@ -24,6 +24,7 @@ from distir.ir import verify
 from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function, Op
 from distir.runtime.job import Job, JobCallbacks
+from distir.runtime.launcher import cores_of_ranks
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 from distir.transforms.rank.as_run import as_run
@@ -144,7 +145,7 @@ def run_proxy(
     if options.resolved_backend == "numpy":
         raise UsageError("backend numpy runs all ranks in one process, and so no proxy", "--backend gloo")
     plan = plan_in_effect(model, plan)
-    cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
+    cost = cost_model(this_host(plan.size, cores_of_ranks()) if cluster is None else cluster, plan)
     program = as_run(distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan)))
     made = proxied(program, _seconds(model, program, proxy, OpSeconds(cost)), proxy.emulate == "spin")
     verify(made)

@@ -36,7 +36,7 @@ from distir.ir.function import Function, Value
 from distir.runtime.checkpoint import Saving, updated_inputs
 from distir.runtime.finite import ALL_FINITE, FiniteWatch, diverged, name_of, reject_nonfinite
 from distir.runtime.job import Job, JobCallbacks, OnStep, ignore
-from distir.runtime.launcher import this_rank
+from distir.runtime.launcher import cores_of_ranks, this_rank
 from distir.runtime.options import RunOptions
 from distir.runtime.outcome import Outcome
 from distir.runtime.samples import Samples
@@ -141,7 +141,7 @@ class _Prepared(NamedTuple):
 def _prepare(model: Model, plan: Plan, options: RunOptions, data: AnyData | None, cluster: Cluster | None) -> _Prepared:
     """Compile and predict the program, check that it fits in memory, and collect its initial arrays and data."""
     function = model.function
-    cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
+    cost = cost_model(this_host(plan.size, cores_of_ranks()) if cluster is None else cluster, plan)
     program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     prediction = predict(model, plan, program, cost)
     _check_memory(prediction, options.resolved_backend, plan.size)

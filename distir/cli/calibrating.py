@@ -13,7 +13,7 @@ def calibrate(args: argparse.Namespace) -> None:
     with Progress("starting") as progress:
 
         def on_phase(what: str, number: int, total: int) -> None:
-            progress.phase(f"measuring {what}", total)
+            progress.phase(what, total)
             progress.advance(number - 1)
 
         found = measure(args.device, args.out, on_phase)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from distir.cli.flag_groups import (
 )
 from distir.cli.flag_values import SCHEDULE, at_least, factors, finite_number, numbers, positive
 from distir.hardware import known_clusters
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.pause import no_collection
 from distir.runtime.options import BACKENDS
 
@@ -78,12 +78,44 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; `command` of the result is the function to call. Raises UsageError for bad flags."""
-    args, unknown = _parser().parse_known_args(argv)
+    parser = _parser()
+    try:
+        args, unknown = parser.parse_known_args(argv)
+    except UsageError:  # of what is missing, or of a command that there is not
+        _check_spelling(parser, argv)
+        raise
     if unknown:  # argparse would refer to the top-level --help, which does not list a command's flags
+        _check_spelling(parser, argv)
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", f"{args.prog} --help lists the flags")
     if args.traceback:
         os.environ["DISTIR_TRACEBACK"] = "1"
     return args
+
+
+def _check_spelling(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Raises UsageError for a command, or flags of one, that there are not, with those that are most like them."""
+    words = list(argv)
+    while commands := _commands(parser):
+        while words and words[0].startswith("-"):
+            del words[0]
+        if not words:
+            return
+        name = words.pop(0)
+        if name not in commands:
+            hint = did_you_mean(name, commands, f"there are {', '.join(commands)}")
+            raise UsageError(f"{parser.prog} has no command {name!r}", hint)
+        parser = commands[name]
+    flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    known = [flag for action in parser._actions for flag in action.option_strings]  # argparse has no other list
+    if unknown := [flag for flag in flags if flag not in known]:
+        hint = did_you_mean(unknown[0], known, f"{parser.prog} --help lists the flags")
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", hint)
+
+
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The parsers of a parser's commands, by their names; none if it has no commands."""
+    found = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return found[0] if found else {}
 
 
 def _parser() -> argparse.ArgumentParser:

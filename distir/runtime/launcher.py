@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from distir.hardware import host_cores
+
 TORCHRUN, MPIRUN = "torchrun", "mpirun"
 _VARIABLES = (
     # launcher, and its variables: rank, ranks, rank on this host, ranks on this host
@@ -46,3 +48,11 @@ def this_rank() -> int:
     """The rank of this process, which prints and writes files if it is 0; 0 if no launcher has started it."""
     found = launched()
     return 0 if found is None else found.rank
+
+
+def cores_of_ranks() -> int:
+    """The number of this host's cores that ranks may use: under mpirun, which binds each to its own, those of all."""
+    found, cores = launched(), host_cores()
+    if found is None or found.by != MPIRUN:
+        return cores
+    return min(os.cpu_count() or 1, cores * found.here)

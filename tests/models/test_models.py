@@ -100,3 +100,17 @@ def test_gpt_is_spread(plan):
     assert check.outputs is not None
     assert check.weights is not None
     assert max(check.outputs.error, check.weights.error) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gpt2-lrage:batch=4", "did you mean gpt2-large?"),
+        ("nothing", "models by name are gpt,"),
+        ("nothing.onnx", None),
+    ],
+)
+def test_a_model_that_there_is_not(name, hint):
+    with pytest.raises(UsageError, match=f"there is no file {name}") as e:
+        distir.load(name)
+    assert e.value.hint == hint or e.value.hint.startswith(hint)
