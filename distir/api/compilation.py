@@ -160,8 +160,21 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
     return CostModel(topology, runtime=among(host, plan.size, kind))
 
 
+def check_8_bits(model: Model, cost: CostModel) -> None:
+    """Raises UsageError if the runtime runs products in 8 bits, and the model has none that it could."""
+    if cost.runtime is None or not cost.runtime.fp8:
+        return
+    device = cost.topology.spec(cost.topology.devices[0])
+    products = [op for op in model.function.ops if op.spec.kernel == "product"]
+    for op in products:
+        if cost.in_fp8(op.spec, [v.type for v in op.inputs], [v.type for v in op.outputs], device):
+            return
+    raise UsageError(f"{cost.runtime.name}: {model.name} has no products of weights in 16 bits", "--precision bf16")
+
+
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:
     """The prediction for a distributed program, in the order in which its ranks run it."""
+    check_8_bits(model, cost)
     simulation = simulated(program, plan, cost, model.batch, model.tokens)
     summary = Summary.of(model, plan, program)
     return Prediction(summary, describe(cost.topology), program, simulation, model.function)

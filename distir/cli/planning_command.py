@@ -43,9 +43,8 @@ def plan(args: argparse.Namespace) -> None:
             def on_step(state: Progressed, left: int) -> None:
                 best = state.fitting[:1]
                 text = f", best {best[0].outcome.seconds:.4g} s" if best else ""
-                done = counted(len(state.found), "plan")
-                progress.phase(f"{done} simulated, {left:,} left{text}", len(state.found) + left)
-                progress.advance(len(state.found) - 1)
+                # how many of those that are left bounds exclude is not known before the end
+                progress.phase(f"{counted(len(state.found), 'plan')} simulated, {left:,} left{text}")
 
             try:
                 cost = cost_model(args.cluster, Plan(dp=gpus), runtime=args.runtime)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distir.api.compilation import Cluster, cost_model, describe
+from distir.api.compilation import Cluster, check_8_bits, cost_model, describe
 from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.model import Model, loads
 from distir.api.results import size
@@ -84,6 +84,7 @@ def plan(
     begin = time.perf_counter()
     _check(model, gpus, top, memory_reserve)
     cost = cost_model(cluster, Plan(dp=gpus))
+    check_8_bits(model, cost)
     if len(cost.topology.devices) < gpus:
         raise InfeasibleError(
             f"{describe(cost.topology)} has {counted(len(cost.topology.devices), 'device')}, {gpus} are asked for",

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from distir.api.compilation import distribute
-from distir.api.model import Model
+from distir.api.compilation import distribute, simulate
+from distir.api.model import Model, load
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import Fused, fused, unwritten
 from distir.executor.cost_model.seconds import work
@@ -23,6 +23,7 @@ from distir.ir.spec import lookup
 from distir.ir.topology import DeviceSpec, FusedAttention, Link, Regular
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float32, Int64, Placement, Shard, Tensor
 from distir.models.decoder import Decoder, decoder
+from distir.search.planning import plan as search_plans
 from distir.transforms.differentiation.training import SGD
 from distir.transforms.pipeline.phases import users
 from distir.transforms.plan import Plan
@@ -374,6 +375,18 @@ def test_rotary_embeddings_are_one_chain() -> None:
     unwritten = [op.spec.name for op in g.ops if op in kernels and kernels[op].result]
     assert sorted(unwritten) == ["Concat", "Mul", "Mul", "Neg"]
     assert kernels[next(op for op in g.ops if op.spec.name == "Concat")].operands == {0}
+
+
+def test_a_model_without_products_for_8_bits_is_refused() -> None:
+    """Those of float32 would run as without."""
+    model = load("gpt:layers=1,hidden=64,heads=2,vocab=100,seq=16,batch=8", loss="cross-entropy")
+    low = load("gpt:layers=1,hidden=64,heads=2,vocab=100,seq=16,batch=8", loss="cross-entropy", precision="bf16")
+    assert simulate(low, Plan(), "dgx-h100", runtime="megatron-core+fp8").step_seconds > 0
+    cost = CostModel(load_cluster("dgx-h100", devices=2), runtime=load_runtime("megatron-core+fp8"))
+    for call in (lambda: simulate(model, Plan(), cost), lambda: search_plans(model, cost, 2)):
+        with pytest.raises(UsageError, match="gpt has no products of weights in 16 bits") as e:
+            call()
+        assert e.value.hint == "--precision bf16"
 
 
 def test_products_of_weights_in_8_bits() -> None:
