@@ -314,6 +314,20 @@ def test_nothing_is_kept() -> None:
     assert not [t for t in threading.enumerate() if t.name == "distir-peer-memory"]
 
 
+def test_a_thread_ends_though_many_records_are_unread() -> None:
+    sent = threading.Event()
+
+    def work(end: PeerMemory) -> None:
+        if end.rank == 0:
+            for _ in range(200):
+                end.send(torch.ones(1), 1, 0)
+            sent.set()
+        assert sent.wait(SECONDS)
+
+    together(2, work, done=False)
+    assert not [t for t in threading.enumerate() if t.name == "distir-peer-memory"]
+
+
 def test_who_is_notified_of_the_end() -> None:
     def work(end: PeerMemory) -> tuple[int, int]:
         notified: list[PeerWork] = []
