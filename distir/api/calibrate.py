@@ -47,7 +47,7 @@ from distir.transforms.plan import Plan
 OnPhase = Callable[[str, int, int], None]
 """Called before each phase with what it does, the number of phases so far, and their count."""
 _FIT_PHASES = 12
-"""The fit takes as long as so many measurements."""
+"""On a CPU the fit takes as long as so many measurements."""
 _HOST = 1e-5
 """The seconds of a call, or of an op that a host issues, from which their fit starts."""
 _GAP = 1e-6

@@ -165,11 +165,9 @@ def check_8_bits(model: Model, cost: CostModel) -> None:
     if cost.runtime is None or not cost.runtime.fp8:
         return
     device = cost.topology.spec(cost.topology.devices[0])
-    products = [op for op in model.function.ops if op.spec.kernel == "product"]
-    for op in products:
-        if cost.in_fp8(op.spec, [v.type for v in op.inputs], [v.type for v in op.outputs], device):
-            return
-    raise UsageError(f"{cost.runtime.name}: {model.name} has no products of weights in 16 bits", "--precision bf16")
+    ops = (op for f in (model.function, *model.function.callees()) for op in f.ops)  # it may be distributed already
+    if not any(cost.in_fp8(op.spec, [v.type for v in op.inputs], [v.type for v in op.outputs], device) for op in ops):
+        raise UsageError(f"{cost.runtime.name}: {model.name} has no products of weights in 16 bits", "--precision bf16")
 
 
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:

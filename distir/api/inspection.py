@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distir.api.compilation import ONE, cost_model, distribute, predict
 from distir.api.figures import Parameters, count, flops, flops_of, parameters, parameters_of, summed
 from distir.api.masks import with_causal_attention
-from distir.api.model import NO_LOSS, TEXT, AnyModel, Model, as_model, is_module, load
+from distir.api.model import NO_LOSS, TEXT, AnyModel, Model, as_model, check_there, is_module, load
 from distir.api.results import html_table, listed, paragraphs, size
 from distir.executor.simulator.categories import ACTIVATION, BUFFER
 from distir.ir.errors import DistirError, counted
@@ -226,6 +226,7 @@ def _is_built(model: str | os.PathLike[str] | Mapping[str, Any]) -> bool:
 def _of_onnx(path: Path, dims: Mapping[str, int], batch: str | None, loss: str | None) -> Inspection:
     from distir.importer.survey import survey
 
+    check_there(path)
     found = survey(path, dims, batch)
     symbols = dict.fromkeys([d for p in found.inputs for d in p.dims or () if isinstance(d, str)])
     form = f"ONNX, opset {found.opset}, {counted(found.nodes, 'node')}"

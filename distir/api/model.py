@@ -284,12 +284,17 @@ def _read(model: ModelSource, options: LoadOptions) -> Model:
         return _from_text(Path(model), dims, batch)
     from distir.importer import import_from_onnx
 
-    if not Path(model).exists():
-        known = model_names()
-        listed = None if Path(model).suffix else f"models by name are {', '.join(known)}"
-        raise UsageError(f"there is no file {model}", did_you_mean(str(model).partition(":")[0], known, listed))
+    check_there(Path(model))
     function, arrays = import_from_onnx(model, dims=dims, batch=batch)
     return Model(with_causal_attention(function, arrays), arrays, Path(model))
+
+
+def check_there(path: Path) -> None:
+    """Raises UsageError if there is no such file, with the model's name that may have been meant."""
+    if not path.exists():
+        known = model_names()
+        listed = None if path.suffix else f"models by name are {', '.join(known)}"
+        raise UsageError(f"there is no file {path}", did_you_mean(str(path).partition(":")[0], known, listed))
 
 
 def is_module(x: object) -> TypeGuard[torch.nn.Module]:

@@ -27,7 +27,7 @@ from distir.api.run_result import RunResult
 from distir.api.stage_cost import stage_cost
 from distir.api.steps import compute_steps
 from distir.backends.processes.launch import run as launch
-from distir.backends.processes.preflight import LESS, available_memory, check_memory, joins
+from distir.backends.processes.preflight import LESS_MEMORY, available_memory, check_memory, joins
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.hardware import this_host
 from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError
@@ -233,7 +233,7 @@ def _check_memory(prediction: Prediction, backend: str, ranks: int) -> None:
         return
     need, have = _memory(prediction), available_memory()
     if have is not None and need > have:
-        raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", LESS)
+        raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", LESS_MEMORY)
 
 
 def _memory(prediction: Prediction) -> int:

@@ -220,8 +220,8 @@ class CoreSharing(NamedTuple):
     """How the ranks of a host share its cores.
 
     While more ranks are busy than the cores, of `cores`, that they are bound to (`cores_of`), compute takes longer in
-    proportion. A rank is busy while it computes; while it communicates it takes `communication` of a core, and so much
-    of that takes longer, too.
+    proportion. A rank is busy while it computes; while it is in a collective, or receives what it then copies, it takes
+    `communication` of a core, and so much of that takes longer, too.
 
     What the cache of a core, of `cache` bytes, does not hold goes through memory that all cores share: all together get
     `bandwidth` bytes/s of it, those who want less than an equal share what they want, the others equal shares of the

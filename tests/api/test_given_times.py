@@ -162,6 +162,7 @@ def test_sleeps_of_a_program_take_what_is_given(tmp_path: Path) -> None:
         ('[layers."transformer.h.0"]', "expected some of forward, backward, update", None),
         ('[layers."transformer.h.0"]\nforward = -2', "expected microseconds", None),
         ('fwd0 = 1\n[layers."transformer.h.0"]\nforward = 2', "are also in a function with a time", "one of them"),
+        ('[layers."transformer.h.0"]\nupdate = 300', "nothing is computed that could take 300 us", "--bucket-mb 0"),
         ("prologue0 = 3", "", None),
     ],
 )

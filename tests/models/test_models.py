@@ -110,7 +110,8 @@ def test_gpt_is_spread(plan):
         ("nothing.onnx", None),
     ],
 )
-def test_a_model_that_there_is_not(name, hint):
+@pytest.mark.parametrize("read", [distir.load, distir.inspect])
+def test_a_model_that_there_is_not(read, name, hint):
     with pytest.raises(UsageError, match=f"there is no file {name}") as e:
-        distir.load(name)
+        read(name)
     assert e.value.hint == hint or (e.value.hint or "").startswith(hint or "?")

@@ -25,14 +25,14 @@ def bind(rank: int, world: int) -> None:
     """
     if not hasattr(os, "sched_setaffinity") or os.environ.get("DISTIR_BIND") == "0":
         return
-    cores, threads = _host_cores(), rank_threads()
+    cores, threads = _cores_in_order(), rank_threads()
     if threads == 1 or world * threads <= len(cores):
         own = cores_of(rank, world, len(cores))
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[own.start : own.stop])
 
 
-def _host_cores() -> list[int]:
+def _cores_in_order() -> list[int]:
     """The cores that this process may use; hardware threads of one core in a row."""
 
     def place(core: int) -> tuple[int, int, int]:

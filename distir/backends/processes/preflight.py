@@ -36,7 +36,7 @@ MPI = "mpi"
 """The backend that communicates over MPI, on CPUs."""
 _MPI_PACKAGES = "pip install 'distir[mpi]' brings mpi4py, Open MPI and mpirun"
 ON_CPUS = ("gloo", MPI)
-LESS = "more microbatches or a smaller batch need less"
+LESS_MEMORY = "more microbatches or a smaller batch need less"
 _NO_MEMORY = ("out of memory", "cublas_status_alloc_failed")
 """Phrases in the errors of a GPU that is out of memory."""
 
@@ -120,7 +120,7 @@ def check_memory(bytes_per_rank: int, here: int, backend: str = "gloo") -> None:
         raise InfeasibleError(
             f"{counted(here, 'rank')} of {bytes_per_rank / 2**30:.1f} GiB need {need / 2**30:.1f} GiB, "
             f"{have / 2**30:.1f} GiB are available on this host",
-            LESS,
+            LESS_MEMORY,
         )
 
 
@@ -130,7 +130,7 @@ def out_of_memory(e: BaseException) -> InfeasibleError | None:
     if not isinstance(e, RuntimeError) or not any(words in text.lower() for words in _NO_MEMORY):
         return None
     sentences = text.split(". ")[:3]  # the request and the GPU's memory; torch's advice on its own settings follows
-    return InfeasibleError(". ".join(sentences).rstrip("."), LESS)
+    return InfeasibleError(". ".join(sentences).rstrip("."), LESS_MEMORY)
 
 
 def not_compiled(e: BaseException) -> UsageError | None:

@@ -1,10 +1,11 @@
 """Ranks that share the cores of a host: compute takes longer while more ranks are busy than there are cores.
 
 Ranks are bound to cores as `cores_of` says. A rank is busy while it computes, and, where its cores do the work, while
-it communicates; one that waits or sleeps is not. While more are busy than the cores that they are bound to, each part
-of compute gets an equal share of these (processor sharing), and communication takes longer by what it needs of a core;
-parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a collective do not
-arrive together, and when a step begins, other threads compute, too, that feed the ranks (see `CoreSharing`).
+it is in a collective or receives; one that waits or sleeps is not. While more are busy than the cores that they are
+bound to, each part of compute gets an equal share of these (processor sharing), and communication takes longer by what
+it needs of a core; parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a
+collective do not arrive together, and when a step begins, other threads compute, too, that feed the ranks (see
+`CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
 part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
@@ -109,6 +110,8 @@ class _Flattened:
     ) -> None:
         self._program, self._tasks, self._timed = program, tasks, timed
         self._shares, self._limited = shares, limited
+        self._busy = [_busy(shares, (c,)) for c in range(len(program.classes.sizes))]
+        """By class, of what its host does."""
         self._parts: dict[Code, list[_Task]] = {}
 
     def run(self, code: Code, given: Iterable[Sequence[int]]) -> list[Sequence[int]]:
@@ -140,7 +143,7 @@ class _Flattened:
                 hosts.append((host, len(tasks)))
                 waits.append(len(tasks))
                 c = streams[host][0]
-                tasks.append(_Task(seconds, (host,), (), sizes[c], _busy(self._shares, (c,))))
+                tasks.append(_Task(seconds, (host,), (), sizes[c], self._busy[c]))
             self._timed.append(_Timed(tuple(hosts), len(tasks)))
             slots.append((len(tasks),))
             tasks.append(next(alone)._replace(needs=waits))

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 def test_a_thread_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[list[int]] = []
-    monkeypatch.setattr(cores, "_host_cores", lambda: [0, 4, 1, 5])
+    monkeypatch.setattr(cores, "_cores_in_order", lambda: [0, 4, 1, 5])
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mask: told.append([pid, *mask]), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     bind(1, 2)
@@ -43,9 +43,9 @@ def test_hardware_threads_of_a_core_lie_in_a_row(tmp_path: Path, monkeypatch: py
         (where / "thread_siblings_list").write_text(f"{siblings}\n")
     monkeypatch.setattr(cores, "_TOPOLOGY", str(tmp_path) + "/cpu{}/topology")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert cores._host_cores() == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert cores._cores_in_order() == [0, 4, 2, 6, 1, 5, 3, 7]
     monkeypatch.setattr(cores, "_TOPOLOGY", str(tmp_path) + "/none{}")
-    assert cores._host_cores() == list(range(8))
+    assert cores._cores_in_order() == list(range(8))
 
 
 def descendants(pid: int) -> set[int]:
@@ -53,7 +53,7 @@ def descendants(pid: int) -> set[int]:
     parents = {int(p.name): p / "stat" for p in Path("/proc").iterdir() if p.name.isdigit()}
     children: dict[int, list[int]] = {}
     for child, stat in parents.items():
-        if stat.exists():
+        with contextlib.suppress(OSError):  # it has ended
             children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(child)
     found, todo = set[int](), [pid]
     while todo:
@@ -77,21 +77,23 @@ def measure(seen: Callable[[], None]) -> None:
 def test_ranks_are_bound(
     what: Callable[[Callable[[], None]], None], bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of their threads; of other processes none."""
+    """All threads of each; other processes are not."""
     monkeypatch.setenv("DISTIR_BIND", "01"[bound])
-    mine, host = os.sched_getaffinity(0), cores._host_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    mine, host = os.sched_getaffinity(0), cores._cores_in_order()
     own = [{host[k] for k in cores_of(r, 2, len(host))} for r in range(2)]
-    seen: list[list[set[int]]] = []
+    seen: list[list[list[set[int]]]] = []
 
     def see() -> None:
         seen.append([])
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):  # it has ended
-                seen[-1] += [os.sched_getaffinity(int(t.name)) for t in Path(f"/proc/{pid}/task").iterdir()]
+                seen[-1].append([os.sched_getaffinity(int(t.name)) for t in Path(f"/proc/{pid}/task").iterdir()])
 
     what(see)
     first = seen[0]  # while all are there
-    assert all(mask in own or mask == mine for mask in first)
+    assert all(masks == [masks[0]] * len(masks) for masks in first)
+    assert all(masks[0] in (*own, mine) for masks in first)
     if len(host) > 1:
-        assert [mask in first for mask in own] == [bound] * 2
+        assert [sum([masks[0] == cores for masks in first]) for cores in own] == [int(bound)] * 2
     assert os.sched_getaffinity(0) == mine

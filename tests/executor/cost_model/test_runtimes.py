@@ -378,11 +378,13 @@ def test_rotary_embeddings_are_one_chain() -> None:
 
 
 def test_a_model_without_products_for_8_bits_is_refused() -> None:
-    """Those of float32 would run as without."""
+    """Those of float32 would run as without; in a distributed program they are in its functions."""
     model = load("gpt:layers=1,hidden=64,heads=2,vocab=100,seq=16,batch=8", loss="cross-entropy")
     low = load("gpt:layers=1,hidden=64,heads=2,vocab=100,seq=16,batch=8", loss="cross-entropy", precision="bf16")
-    assert simulate(low, Plan(), "dgx-h100", runtime="megatron-core+fp8").step_seconds > 0
     cost = CostModel(load_cluster("dgx-h100", devices=2), runtime=load_runtime("megatron-core+fp8"))
+    distributed = replace(low, function=distribute(low, Plan(2), cost.topology.devices[:2]))
+    for made in (low, distributed):
+        assert simulate(made, Plan() if made is low else Plan(2), cost).step_seconds > 0
     for call in (lambda: simulate(model, Plan(), cost), lambda: search_plans(model, cost, 2)):
         with pytest.raises(UsageError, match="gpt has no products of weights in 16 bits") as e:
             call()

@@ -314,7 +314,7 @@ class PeerMemory:
         is_source = self.rank in sources
         if is_source:
             self._limit_in_flight()
-        work = self._works.setdefault(key, PeerWork(self))  # the thread creates it if another rank starts first
+        work = self._works.setdefault(key, PeerWork(self))  # it is there if another rank has started first
         work.sources, work.workers, work.work_on, work.buffers = sources, workers, work_on, buffers
         size = sum({x.data_ptr(): x.nbytes for x in buffers}.values())  # a row may be there once for each rank
         if not self._reaches_all or size > _IN_BACKGROUND_BYTES:
@@ -340,7 +340,7 @@ class PeerMemory:
         return work
 
     def _limit_in_flight(self) -> None:
-        """Wait until so few exchanges are in flight that no pipe can be full, so that the threads never block.
+        """Wait until so few exchanges are in flight that no pipe can be full, so that no thread blocks in writing.
 
         For each exchange a rank sends another at most two records, and may cause a third that it sends to itself.
         Waiting cannot deadlock: what `check_order` proves holds even if each send and each collective blocks.
@@ -426,6 +426,7 @@ class PeerMemory:
             self._fail(e)
 
     def _read_in_background(self) -> None:
+        """Read records while the second thread has to (see `_thread_reads`)."""
         while not self._ended:
             self._read()
             with self._lock:
