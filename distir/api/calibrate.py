@@ -34,6 +34,7 @@ from distir.executor.cost_model.fitting import (
     fit_robust,
     fit_speeds,
     fit_transfer,
+    huber,
     nearest,
     nonnegative,
 )
@@ -74,14 +75,18 @@ _SHARED = {
     "bandwidth": _Expected(1.0, 2.0, 0.02, _MOST),
     "communication": _Expected(0.7, 2.0, 0.1, 1.0),
     "jitter": _Expected(5e-4, 10.0, 1e-6, 1.0),
-    "feeding": _Expected(3e-4, 10.0, 1e-6, 1e-2),
+    "feeding": _Expected(5e-5, 10.0, 1e-6, 1e-2),
+    # after 5 ms of compute a rank took 70 to 120 us of a core to send 256 KiB and 70 to receive, after 0.2 ms 20 and 16
+    "cold": _Expected(1.5e-4, 2.0, 1e-6, 1e-2),
 }
 """Of `fit_steps`: factors of compute, of what a transfer takes of a rank, and of the latencies of transfers and of a
-ring's step; then what `CoreSharing` has, its bandwidth as a multiple of that of ops that only move bytes, on a core."""
+ring's step; then what `CoreSharing` has, its bandwidth as a multiple of that of ops that only move bytes, on a core.
+The search starts there: from 300 us of feeding it has ended where small steps are predicted 65 % too long."""
 _DOUBTFUL = 1.3
 """How many times as long, or as short, as predicted steps are where a calibration is in doubt."""
 _NOISE = 0.1
-"""How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them."""
+"""How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them, and
+from where on a step counts less."""
 
 
 class Suite(NamedTuple):
@@ -435,15 +440,17 @@ def _launched(what: Suite, device: str | None) -> Sequence[Training]:
 def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     """The figures with what only whole steps show, by numbers of ranks; with the ratios of measured to predicted time.
 
-    The sum of squared logarithms of these ratios is least: first over the steps of one rank, for compute and calls (on
-    GPUs what the host takes to issue an op, and launches in a graph); then on a CPU over all, for compute, what a
-    transfer takes of a rank beside what its profile says (a thread wakes up for it, and again when it is done), the
-    latency of transfers and of collectives, and how ranks share the cores. There the squared logarithm of each number
-    by what is expected of it counts, too (ridge regression): steps that say little of one leave it there.
+    The sum of squared logarithms of these ratios is least, on a CPU of their Huber loss, as what else runs disturbs
+    some steps: first over the steps of one rank, for compute and calls (on GPUs what the host takes to issue an op, and
+    launches in a graph); then on a CPU over all, for compute, what a transfer takes of a rank beside what its profile
+    says (a thread wakes up for it, and again when it is done), the latency of transfers and of collectives, and how
+    ranks share the cores. There the squared logarithm of each number by what is expected of it counts, too (ridge
+    regression): steps that say little of one leave it there.
     """
 
     def far(found: Figures, measured: Iterable[TimedStep]) -> list[float]:
-        return [math.log(ratio) for ratio in ratios_of(found, measured)]
+        logarithms = [math.log(ratio) for ratio in ratios_of(found, measured)]
+        return [huber(x, _NOISE) for x in logarithms] if inline else logarithms
 
     inline = figures.kind == "cpu"
     sharing = CoreSharing(figures.count, communication=1.0 if inline else 0.0, cache=figures.cache)
@@ -539,6 +546,7 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
         lines += [f"bandwidth_gbs = {_number(c.bandwidth / 1e9)}"] if c.bandwidth < math.inf else []
         lines += [f"cache_mib = {_number(c.cache / MIB)}"]
         lines += [f"jitter_us = {_number(c.jitter * 1e6)}", f"feeding_us = {_number(c.feeding * 1e6)}"]
+        lines += [f"cold_us = {_number(c.cold * 1e6)}"] if c.cold else []
     for n, ratios in f.ratios.items():
         lines += ["", "[[residuals]]", f"ranks = {n}", f"steps = {len(ratios)}"]
         lines += [f"low = {_number(min(ratios))}", f"high = {_number(max(ratios))}"]

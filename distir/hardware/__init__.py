@@ -20,8 +20,9 @@ A cluster that was measured (`distir calibrate`) may also have the speeds of sin
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
 `bandwidth_gbs` of the memory that they share, through which goes what the cache of a core, of `cache_mib`, does not
 hold, `communication`, the share of a core that a rank takes while it communicates, `jitter_us`, how far compute varies,
-and `feeding_us`, how long in each step others compute for each rank, to feed it; and for numbers of `ranks`,
-`[[residuals]]`: the least and greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
+`feeding_us`, how long in each step others compute for each rank, to feed it, and `cold_us`, what communication takes
+longer after long compute; and for numbers of `ranks`, `[[residuals]]`: the least and greatest of measured / predicted
+time of a step, `low` and `high`, in so many `steps`.
 
 Collectives of a node that were measured (`distir bench collectives --out`) may have a table each, `[[node.measured]]`:
 `collective` among `ranks` takes `us` for each of `bytes`. It counts instead of links and algorithms. `in_turn`: one
@@ -181,9 +182,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _sharing(t: _Table) -> CoreSharing:
     bandwidth = t.positive("bandwidth_gbs") * 1e9 if "bandwidth_gbs" in t.values else inf
     communication = t.figure("communication", 1.0)
-    jitter, feeding = (t.figure(key, 0.0) * 1e-6 for key in ("jitter_us", "feeding_us"))
+    jitter, feeding, cold = (t.figure(key, 0.0) * 1e-6 for key in ("jitter_us", "feeding_us", "cold_us"))
     cache = t.figure("cache_mib", 0.0) * MIB
-    return CoreSharing(t.whole("cores"), bandwidth, communication, jitter, feeding, cache)
+    return CoreSharing(t.whole("cores"), bandwidth, communication, jitter, feeding, cache, cold)
 
 
 def _residuals(t: _Table) -> Residuals:

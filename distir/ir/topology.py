@@ -232,6 +232,9 @@ class CoreSharing(NamedTuple):
     random delays are: sqrt(b^2 + `jitter` * seconds) - b seconds, with b of 1 ms, a third of a slice of Linux
     (`base_slice_ns`, 3 ms on some cores). `jitter` is in seconds. Those that wait for it are not busy.
 
+    While a rank computes, its caches lose the code and data of communication: a collective or message takes up to
+    `cold` seconds more, `cold` * (1 - e^(-t/b)) after t seconds without communication.
+
     Beside each rank of a step another thread computes for `feeding` seconds from its begin: one of the rank reads the
     next data, which the process that started the ranks draws and sends to each, as it receives what each reports.
     """
@@ -242,6 +245,7 @@ class CoreSharing(NamedTuple):
     jitter: float = 0.0
     feeding: float = 0.0
     cache: float = 0.0
+    cold: float = 0.0
 
     def share(self, demands: Iterable[tuple[float, int]]) -> float:
         """The bytes/s that each rank gets at most; infinite if all get what they want. `demands`: bytes/s that each of
@@ -264,6 +268,10 @@ class CoreSharing(NamedTuple):
     def late(self, seconds: float) -> float:
         """How many seconds the last of the ranks of a collective is late, after so many without communication."""
         return math.sqrt(_BURST**2 + self.jitter * seconds) - _BURST
+
+    def resumed(self, seconds: float) -> float:
+        """How many seconds more communication takes after so many without."""
+        return -self.cold * math.expm1(-seconds / _BURST)
 
 
 @dataclass(frozen=True, slots=True)

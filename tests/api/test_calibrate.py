@@ -80,7 +80,7 @@ def steps(figures: Figures, ranks: int) -> list[TimedStep]:
 
 
 def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
-    sharing = CoreSharing(2, 4e10, 0.75, 5e-4, 3e-4, 3 * 2**19)
+    sharing = CoreSharing(2, 4e10, 0.75, 5e-4, 3e-4, 3 * 2**19, 2e-4)
     figures = replace(FIGURES, call=1e-5, sharing=sharing, ratios={1: (0.9, 1.2, 1.0), 4: (1.1, 1.3)})
     file = tmp_path / "mine.toml"
     file.write_text(to_toml(figures, "mine", "a test"))
@@ -155,7 +155,7 @@ def test_links_of_exact_timings() -> None:
 def test_figures_of_exact_steps() -> None:
     """The links are as they were measured: what a transfer takes of a rank could as well be latency."""
     slower = 1.25
-    sharing = CoreSharing(2, bandwidth=4e9, communication=0.85, jitter=4e-3, feeding=6e-4, cache=4096.0)
+    sharing = CoreSharing(2, bandwidth=4e9, communication=0.85, jitter=4e-3, feeding=6e-4, cache=4096.0, cold=1.5e-4)
     true = replace(FIGURES, call=4e-5, sharing=sharing).slowed(slower)
     found = fit_steps(replace(FIGURES, cache=4096.0), {n: steps(true, n) for n in (1, 2, 4)})
     assert found.slower == pytest.approx(slower, rel=0.05)

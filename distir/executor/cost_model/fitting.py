@@ -147,6 +147,12 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> Error:
     return Error(sum(off) / len(off), max(off), len(off)) if off else Error(0.0, 0.0, 0)
 
 
+def huber(x: float, near: float) -> float:
+    """A number whose square is twice Huber's loss of x: the square of x up to `near` of 0, in proportion to x beyond,
+    so that single numbers far off do not decide a fit."""
+    return x if abs(x) <= near else math.copysign(math.sqrt(near * (2 * abs(x) - near)), x)
+
+
 def nearest(
     f: Callable[[Sequence[float]], Sequence[float]],
     start: Sequence[float],

@@ -4,8 +4,8 @@ Ranks are bound to cores as `cores_of` says. A rank is busy while it computes, a
 it is in a collective or receives; one that waits or sleeps is not. While more are busy than the cores that they are
 bound to, each part of compute gets an equal share of these (processor sharing), and communication takes longer by what
 it needs of a core; parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a
-collective do not arrive together, and when a step begins, other threads compute, too, that feed the ranks (see
-`CoreSharing`).
+collective do not arrive together, communication takes longer where ranks computed for long before it, and when a step
+begins, other threads compute, too, that feed the ranks (see `CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
 part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
@@ -65,7 +65,7 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
     """The program with the seconds that its parts take on shared cores, quantized as all durations."""
     ranks = sum(program.classes.sizes)
     limited = sharing.bandwidth < math.inf
-    beside = ranks > 1 and (sharing.communication or limited or sharing.jitter)
+    beside = ranks > 1 and (sharing.communication or limited or sharing.jitter or sharing.cold)
     if ranks * (1 + (sharing.feeding > 0)) <= sharing.cores and not beside:
         return program
     tasks: list[_Task] = []
@@ -174,14 +174,18 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     """Of those that have begun what they do now: a collective first waits for its last rank."""
     left: dict[int, float] = {}
     """The seconds that each would still take alone."""
+    alone = [task.seconds for task in tasks]
     start, taken = [0.0] * len(tasks), [0.0] * len(tasks)
     ready = [k for k, n in enumerate(missing) if not n]
     while True:
         for k in ready:
-            task = tasks[k]
+            task, waits = tasks[k], 0.0
             start[k] = now
-            waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
-            running[k], left[k] = (_WAITS, waits) if waits else (task, task.seconds)
+            if task.classes:
+                apart = now - min([met[c] for c in task.classes])
+                waits = sharing.late(apart) if task.meets else 0.0
+                alone[k] += sharing.resumed(apart) if task.busy else 0.0
+            running[k], left[k] = (_WAITS, waits) if waits else (task, alone[k])
         ready.clear()
         if not left:
             return taken
@@ -191,7 +195,7 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
             left[j] = x - passed * rate
         now, task = now + passed, tasks[k]
         if running[k] is _WAITS:
-            running[k], left[k] = task, task.seconds
+            running[k], left[k] = task, alone[k]
             continue
         del running[k], left[k]
         taken[k] = now - start[k]

@@ -16,6 +16,7 @@ from distir.executor.cost_model.fitting import (
     fit_speed,
     fit_speeds,
     fit_transfer,
+    huber,
     nearest,
     nonnegative,
 )
@@ -93,6 +94,14 @@ def test_errors() -> None:
     found = errors([1.1, 0.8], [1.0, 1.0])
     assert (found.mean, found.worst, found.count) == (pytest.approx(0.15), pytest.approx(0.2), 2)
     assert errors([], []).count == 0
+
+
+def test_the_square_of_huber_is_twice_hubers_loss() -> None:
+    near = 0.1
+    for x in (0.0, 0.05, -0.1, 0.3, -2.0):
+        loss = x * x / 2 if abs(x) <= near else near * (abs(x) - near / 2)
+        assert huber(x, near) ** 2 == pytest.approx(2 * loss)
+        assert math.copysign(1.0, huber(x, near)) == math.copysign(1.0, x)
 
 
 def test_the_nearest_stays_within_limits() -> None:

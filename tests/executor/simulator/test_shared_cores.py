@@ -120,6 +120,7 @@ SHARINGS = st.builds(
     st.just(0.0),
     st.sampled_from([0.0, 2e-5, 1.0]),
     st.sampled_from([0.0, 64.0]),
+    st.just(0.0),
 )
 
 
@@ -291,6 +292,32 @@ def test_the_ranks_of_a_collective_do_not_arrive_together(compute: list[int]) ->
     assert shared - alone == pytest.approx(expected)
     late = CoreSharing(2, jitter=1e-3).late
     assert [late(x) for x in (0.0, 1e-6, 1.0)] == pytest.approx([0.0, 0.5e-6, 1e-3**0.5 - 1e-3], rel=1e-3)
+
+
+@pytest.mark.parametrize("compute", [[4], [4, 1]])
+def test_communication_takes_longer_after_long_compute(compute: list[int]) -> None:
+    f, t = reduced(*compute)
+    alone, shared = (
+        simulated(f, t, CoreSharing(2, communication=0.0, cold=x), overlap=False).seconds for x in (0.0, 2e-4)
+    )
+    assert shared - alone == pytest.approx(sum([2e-4 * (1 - math.exp(-n)) for n in compute]))
+    assert CoreSharing(2, cold=2e-4).resumed(0.0) == 0.0
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_message_takes_longer_after_long_compute(sleeps: bool) -> None:
+    """Sent after 3 ms. A sleep takes the seconds that it is given."""
+    _, t = chains([0, 0])
+    f = FunctionMaker("sends")
+    x = f.add_input_value("x", Tensor(Float32, (1,), device=t.devices[0]))
+    for _ in range(3):
+        x = f.emit("Relu", x)
+    y = f.add_input_value("y", Tensor(Float32, (1,), device=t.devices[1]))
+    last = f.emit("Sleep", x, seconds=1e-3, types=(x.type,)) if sleeps else f.emit("Send", x, to=t.devices[1])
+    f.set_outputs([last, f.emit("Relu", y)])
+    program = f.finalize()
+    alone, shared = (simulated(program, t, CoreSharing(2, communication=0.0, cold=x)).seconds for x in (0.0, 2e-4))
+    assert shared - alone == pytest.approx(0.0 if sleeps else 2e-4 * (1 - math.exp(-3)))
 
 
 @pytest.mark.parametrize(("others", "cores"), [(1, 2), (2, 1)])
