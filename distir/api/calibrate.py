@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 from distir.api.calibration_runs import Profiled, TimedStep, Training, measure_ops, measure_step
@@ -47,6 +47,9 @@ from distir.transforms.plan import Plan
 
 OnPhase = Callable[[str, int, int], None]
 """Called before each phase with what it does, the number of phases so far, and their count."""
+_SHORTEST = 2
+"""The training steps that are measured again at the end, on a CPU: the first of a suite, on two ranks at most. Short
+ones differ most from minute to minute, with what else the host runs."""
 _FIT_PHASES = 12
 """On a CPU the fit takes as long as so many measurements."""
 _HOST = 1e-5
@@ -266,15 +269,17 @@ def calibrate(
     kind, count, memory = _machine(device)
     what = what or suite(device, count)
     options = RunOptions(device=device, allow_nonfinite=True)
-    phases = _Phases(on_phase, _count(what, device))
+    again = _again(what, device)
+    phases = _Phases(on_phase, _count(what, again, device))
     profiled = _profile(what, options, phases)
     links = _links(what, device, phases)
+    measured = _measure_steps((what, again), options, phases)
+    profiled.samples.extend(_measure_ops(again, options, phases))
     usual = load_runtime("distir").communication
     issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
     cache = host_cache() if kind == "cpu" else 0.0
     known = Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer, cache=cache)
     fitted = fit_figures(profiled.samples, known)
-    measured = _measure_steps(what, options, phases)
     phases.next("fitting")
     figures = fit_steps(fitted, measured)
     if device == "cuda":
@@ -342,20 +347,24 @@ def _timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
     return [(what.trainings[k], plans_of(ranks, k < 3)) for k in chosen]
 
 
-def _count(what: Suite, device: str) -> int:
-    steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n)) + len(_launched(what, device))
+def _again(what: Suite, device: str) -> Suite:
+    """What is measured again: see `_SHORTEST`."""
+    if device != "cpu":
+        return what._replace(trainings=(), ranks=())
+    return what._replace(trainings=what.trainings[:_SHORTEST], ranks=[n for n in what.ranks if n <= 2])
+
+
+def _count(what: Suite, again: Suite, device: str) -> int:
+    timed = [plans for part in (what, again) for n in part.ranks for _, plans in _timed(part, n)]
+    ops = [t.microbatches for part in (what, again) for t in part.trainings]
     others = len(what.dtypes) if what.products is not None else 0
     several = 2 + len(_split(what)) if len(what.ranks) > 1 else 0
-    return sum([len(t.microbatches) for t in what.trainings]) + others + several + steps + _FIT_PHASES
+    return sum(map(len, [*timed, *ops])) + len(_launched(what, device)) + others + several + _FIT_PHASES
 
 
 def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
     """Seconds of ops on one rank, at several sizes and in several dtypes, and of issuing communication on two."""
-    found = Profiled([], [], [])
-    for t in what.trainings:
-        for n in t.microbatches:
-            phases.next("measuring ops")
-            found.samples.extend(measure_ops(t.model(), Plan(microbatches=n), options).samples)
+    found = Profiled(_measure_ops(what, options, phases), [], [])
     for dtype in what.dtypes if what.products is not None else ():
         phases.next(f"measuring products in {dtype}")
         found.samples.extend(measure_ops(what.products.model(dtype), Plan(), options).samples)  # type: ignore[union-attr]
@@ -368,6 +377,16 @@ def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
             phases.next("measuring ops of split programs")
             samples = measure_ops(t.model(), plan, options).samples
             found.samples.extend(s for s in samples if (s.op, s.dtype) not in known)
+    return found
+
+
+def _measure_ops(what: Suite, options: RunOptions, phases: _Phases) -> list[Sample]:
+    """Seconds of the ops of training steps on one rank."""
+    found: list[Sample] = []
+    for t in what.trainings:
+        for n in t.microbatches:
+            phases.next("measuring ops")
+            found += measure_ops(t.model(), Plan(microbatches=n), options).samples
     return found
 
 
@@ -419,14 +438,19 @@ def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
     return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples, fit))
 
 
-def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[int, list[TimedStep]]:
+def _measure_steps(parts: Sequence[Suite], options: RunOptions, phases: _Phases) -> dict[int, list[TimedStep]]:
+    """By numbers of ranks; of steps that are in several parts the geometric mean."""
+    times: dict[tuple[int, Training, Plan], list[TimedStep]] = {}
+    for what in parts:
+        for n in what.ranks:
+            for t, plans in _timed(what, n):
+                for plan in plans:
+                    phases.next(f"measuring steps on {counted(n, 'rank')}")
+                    times.setdefault((n, t, plan), []).append(measure_step(t.model(), plan, t.steps, options))
     found: dict[int, list[TimedStep]] = {}
-    for n in what.ranks:
-        for t, plans in _timed(what, n):
-            for plan in plans:
-                phases.next(f"measuring steps on {counted(n, 'rank')}")
-                found.setdefault(n, []).append(measure_step(t.model(), plan, t.steps, options))
-    for t in _launched(what, options.device):
+    for (n, _, _), same in times.items():
+        found.setdefault(n, []).append(same[0]._replace(seconds=geometric_mean([s.seconds for s in same])))
+    for t in _launched(parts[0], options.device):
         phases.next("measuring steps whose kernels the host launches")
         found.setdefault(1, []).append(measure_step(t.model(), Plan(), t.steps, options, launched=True))
     return found
