@@ -47,7 +47,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.ir.errors import InfeasibleError, UsageError, counted, did_you_mean
 from distir.ir.host_runtime import Runtime
 from distir.ir.measured import Measured
 from distir.ir.tiles import SIDES, Tiles
@@ -85,7 +85,9 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     if path.suffix != ".toml":
         path = _FOLDER / f"{name}.toml"
         if str(name) not in known_clusters():
-            raise UsageError(f"unknown cluster {str(name)!r}", f"known: {', '.join(known_clusters())}; or a .toml file")
+            near = did_you_mean(str(name), known_clusters())
+            listed = f"known: {', '.join(known_clusters())}; or a .toml file"
+            raise UsageError(f"unknown cluster {str(name)!r}", f"{near} {listed}" if near else listed)
     regular = _read(path)
     if regular["sharing"] and nodes is None:  # ranks beyond its devices share them
         regular["per_node"] = max(regular["per_node"], devices or 1)
@@ -147,7 +149,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise UsageError(f"cannot read cluster file {path}: {e.strerror}") from None
+        hint = f"distir clusters lists those that are shipped; distir calibrate --out {path} measures this machine"
+        raise UsageError(f"cannot read cluster file {path}: {e.strerror}", hint) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f"{path} is not valid TOML: {e}") from None
     root = _Table(path, "", table)

@@ -284,8 +284,9 @@ def test_a_cluster_beyond_all_clusters() -> None:
 
 
 def test_an_unknown_cluster_lists_the_known() -> None:
-    with pytest.raises(UsageError, match=r"unknown cluster 'dgx-b900'.*cpu-2core, .*dgx-a100, .*dgx-h100") as e:
-        load_cluster("dgx-b900")
+    with pytest.raises(UsageError, match=r"unknown cluster 'dgx-a1O0'.*cpu-2core, .*dgx-a100, .*dgx-h100") as e:
+        load_cluster("dgx-a1O0")
+    assert "did you mean dgx-a100?" in str(e.value)
     assert e.value.exit_code == 2
 
 
@@ -369,7 +370,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(GOOD.replace('name = "test"', 'name = "mine"').replace("devices = 8", "devices = 4"))
     assert len(load_cluster(str(file), devices=5).devices) == 8
-    with pytest.raises(UsageError, match="cannot read cluster file"):
+    with pytest.raises(UsageError, match=r"cannot read cluster file .*distir calibrate --out"):
         load_cluster(tmp_path / "none.toml")
 
 
