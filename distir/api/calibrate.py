@@ -48,8 +48,8 @@ from distir.transforms.plan import Plan
 OnPhase = Callable[[str, int, int], None]
 """Called before each phase with what it does, the number of phases so far, and their count."""
 _SHORTEST = 2
-"""The training steps that are measured again at the end, on a CPU: the first of a suite, on two ranks at most. Short
-ones differ most from minute to minute, with what else the host runs."""
+"""The training steps that are measured again at the end, on a CPU, and their ops: the first of a suite, on two ranks at
+most. Short ones differ most from minute to minute, with what else the host runs."""
 _FIT_PHASES = 12
 """On a CPU the fit takes as long as so many measurements."""
 _HOST = 1e-5
@@ -88,8 +88,9 @@ The search starts there: from 300 us of feeding it has ended where small steps a
 _DOUBTFUL = 1.3
 """How many times as long, or as short, as predicted steps are where a calibration is in doubt."""
 _NOISE = 0.1
-"""How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them, and
-from where on a step counts less."""
+"""How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them."""
+_NEAR = 0.1
+"""On a CPU a step that is farther from its prediction, as a logarithm, counts less: Huber's loss."""
 
 
 class Suite(NamedTuple):
@@ -474,7 +475,7 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
 
     def far(found: Figures, measured: Iterable[TimedStep]) -> list[float]:
         logarithms = [math.log(ratio) for ratio in ratios_of(found, measured)]
-        return [huber(x, _NOISE) for x in logarithms] if inline else logarithms
+        return [huber(x, _NEAR) for x in logarithms] if inline else logarithms
 
     inline = figures.kind == "cpu"
     sharing = CoreSharing(figures.count, communication=1.0 if inline else 0.0, cache=figures.cache)
@@ -605,9 +606,11 @@ def _rows(f: Figures, fitted: Figures, samples: Sequence[Sample]) -> list[tuple[
     if f.op:
         rows.append(("issue of an op", f"{f.op * 1e6:.1f} us", "-", "-", "-"))
     if f.sharing is not None:
-        late, fed = (f"{x * 1e6:.0f} us" for x in (f.sharing.jitter, f.sharing.feeding))
+        late, fed, cold = (f"{x * 1e6:.0f} us" for x in (f.sharing.jitter, f.sharing.feeding, f.sharing.cold))
         memory = f"memory {f.sharing.bandwidth / 1e9:.3g} GB/s, " if f.sharing.bandwidth < math.inf else ""
-        text = f"{memory}communication {f.sharing.communication:.0%} of a core, jitter {late}, feeding {fed}"
+        text = (
+            f"{memory}communication {f.sharing.communication:.0%} of a core, jitter {late}, feeding {fed}, cold {cold}"
+        )
         rows.append((f"sharing of {f.count} cores", text, "-", "-", "-"))
     for n, ratios in f.ratios.items():
         text = f"compute x {f.slower:.2f}"

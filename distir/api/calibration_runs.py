@@ -1,6 +1,6 @@
 """The programs that `distir calibrate` runs, and what it reads of their runs: seconds of ops and of steps.
 
-Of repeated steps the median counts: the cores of a host do not always run alike (what runs beside, or on the other
+Of the steps of a run the median counts: the cores of a host do not always run alike (what runs beside, or on the other
 thread of a core of a virtual machine, takes up to half of their speed), and users time steps as they come. Of repeated
 ops the least counts: it says best how ops compare; what a step takes beyond it is in the factors fitted to steps.
 """
@@ -51,7 +51,7 @@ class Training(NamedTuple):
     optimizer: str
     steps: int
     precision: str = "fp32"
-    microbatches: Sequence[int] = (1,)
+    microbatches: tuple[int, ...] = (1,)
 
     @property
     def decodes(self) -> bool:

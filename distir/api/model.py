@@ -247,6 +247,7 @@ def load(model: ModelSource, *given: Any, **settings: Any) -> Model:
     if len(given) > len(names):
         raise UsageError(f"load takes a model, {' and '.join(names)}, then keywords: {len(given)} arguments are given")
     options = load_options({**dict(zip(names, given, strict=False)), **settings})
+    _check_precision(options)
     made = _read(model, options)
     loss = options.loss
     if loss is None and isinstance(model, str | os.PathLike | Mapping):
@@ -263,6 +264,16 @@ def load_options(settings: Mapping[str, Any]) -> LoadOptions:
             hint = did_you_mean(name, OPTIONS, f"there are {', '.join(OPTIONS)}")
             raise UsageError(f"load has no option {name!r}", hint)
     return LoadOptions(**settings)
+
+
+def _check_precision(options: LoadOptions) -> None:
+    """Raises UsageError for mixed precision of a model that is to have 16 bits as a whole."""
+    products, _ = (options.precision, "") if isinstance(options.precision, str) else options.precision
+    if options.dtype is not None and products != "fp32" and (dtype := dtype_named(options.dtype)).size < 4:
+        raise UsageError(
+            f"precision {products} keeps weights in float32, dtype {dtype} makes them {dtype}, too",
+            f"leave out --dtype for mixed precision, --precision for a model in {dtype} as a whole",
+        )
 
 
 def _read(model: ModelSource, options: LoadOptions) -> Model:

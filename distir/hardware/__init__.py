@@ -149,7 +149,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        hint = f"distir clusters lists those that are shipped; distir calibrate --out {path} measures this machine"
+        hint = "distir clusters lists those that are shipped; distir calibrate --out FILE.toml measures this machine"
         raise UsageError(f"cannot read cluster file {path}: {e.strerror}", hint) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f"{path} is not valid TOML: {e}") from None

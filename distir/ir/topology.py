@@ -232,8 +232,9 @@ class CoreSharing(NamedTuple):
     random delays are: sqrt(b^2 + `jitter` * seconds) - b seconds, with b of 1 ms, a third of a slice of Linux
     (`base_slice_ns`, 3 ms on some cores). `jitter` is in seconds. Those that wait for it are not busy.
 
-    While a rank computes, its caches lose the code and data of communication: a collective or message takes up to
-    `cold` seconds more, `cold` * (1 - e^(-t/b)) after t seconds without communication.
+    What a rank does meanwhile drives the code and data of communication from its caches: a collective or message takes
+    up to `cold` seconds more, `cold` * (1 - e^(-t/b)), t the seconds since that of its ranks last communicated which
+    has not for longest.
 
     Beside each rank of a step another thread computes for `feeding` seconds from its begin: one of the rank reads the
     next data, which the process that started the ranks draws and sends to each, as it receives what each reports.

@@ -187,6 +187,8 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
 
     Lines mark where both are equal, and where `y` is larger or smaller by the share `within`.
     """
+    from matplotlib.ticker import NullFormatter
+
     figure = empty_figure(6.4, 4.8)
     axes = figure.add_subplot()
     axes.set_xscale("log")
@@ -201,6 +203,8 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
         axes.plot([a for a, _ in pairs], [b for _, b in pairs], "o", markersize=4, alpha=0.8, color=colour, label=name)
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
+    for axis in (axes.xaxis, axes.yaxis):  # by default minor ticks of few decades have labels, too, which overlap
+        axis.set_minor_formatter(NullFormatter())
     axes.set_box_aspect(1)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

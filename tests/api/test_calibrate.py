@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Op
 from distir.ir.topology import CoreSharing, OpSpeed, Topology
 from distir.ir.type import Float32, Tensor
+from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 from distir.transforms.rank.as_run import as_run
 
@@ -181,6 +183,37 @@ def test_what_is_expected_holds_back_the_fit(monkeypatch: pytest.MonkeyPatch) ->
         links, known = fit_steps(FIGURES, measured).links, FIGURES.links
         far.append(math.hypot(math.log(links.step / known.step), math.log(links.latency / known.latency)))
     assert far[0] < 0.7 * far[1]
+
+
+def test_a_step_that_something_disturbed_decides_little() -> None:
+    true = replace(FIGURES, call=1e-5, sharing=CoreSharing(2, jitter=5e-4, feeding=5e-5, cold=1.5e-4))
+    measured = {n: steps(true, n) for n in (1, 2, 4)}
+    measured[2][3] = measured[2][3]._replace(seconds=3 * measured[2][3].seconds)
+    found = fit_steps(FIGURES, measured)
+    assert found.slower == pytest.approx(1.0, rel=0.03)
+    others = [x for n in (1, 2, 4) for k, x in enumerate(found.ratios[n]) if (n, k) != (2, 3)]
+    assert others == pytest.approx([1.0] * len(others), rel=0.05)
+
+
+def test_the_shortest_steps_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, on two ranks at most; the geometric mean counts."""
+    three = [Training(f"8,{n},8", 16, "sgd", 2) for n in (8, 16, 32)]
+    what = Suite(three, None, (), (1, 2, 4), (64,), spread=(0, 1, 2))
+    assert not module._again(what, "cuda").trainings
+    assert not module._again(what, "cuda").ranks
+    done: list[tuple[Any, ...]] = []
+
+    def measured(model: distir.Model, plan: distir.Plan, *rest: object) -> TimedStep:
+        done.append((model.function.inputs[1].type, plan))
+        return TimedStep(model.function, plan, 4.0 ** done.count(done[-1]))
+
+    monkeypatch.setattr(module, "measure_step", measured)
+    again = module._again(what, "cpu")
+    found = module._measure_steps((what, again), RunOptions(device="cpu"), module._Phases(None, 0))
+    seconds = {n: [s.seconds for s in rows] for n, rows in found.items()}
+    assert seconds[1] == pytest.approx([8.0] * 4 + [4.0] * 2)
+    assert seconds[2] == pytest.approx([8.0] * 8 + [4.0] * 4)
+    assert set(seconds[4]) == {4.0}
 
 
 def test_what_steps_do_not_show_stays_as_expected() -> None:

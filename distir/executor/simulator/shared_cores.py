@@ -4,7 +4,7 @@ Ranks are bound to cores as `cores_of` says. A rank is busy while it computes, a
 it is in a collective or receives; one that waits or sleeps is not. While more are busy than the cores that they are
 bound to, each part of compute gets an equal share of these (processor sharing), and communication takes longer by what
 it needs of a core; parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a
-collective do not arrive together, communication takes longer where ranks computed for long before it, and when a step
+collective do not arrive together, communication takes longer after long without it, and when a step
 begins, other threads compute, too, that feed the ranks (see `CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
@@ -184,7 +184,7 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
             if task.classes:
                 apart = now - min([met[c] for c in task.classes])
                 waits = sharing.late(apart) if task.meets else 0.0
-                alone[k] += sharing.resumed(apart) if task.busy else 0.0
+                alone[k] += sharing.resumed(apart)
             running[k], left[k] = (_WAITS, waits) if waits else (task, alone[k])
         ready.clear()
         if not left:

@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, type[SGD] | type[AdamW]] = {"sgd": SGD, "adamw": AdamW}
 def optimizer_named(name: str, **settings: Any) -> Optimizer:
     """The optimizer of that name ("sgd", "adamw"); settings that are None keep their default.
 
-    Raises UsageError for another name, or a setting it does not have.
+    Raises UsageError for another name, a setting it does not have, or a learning rate that would rise where it decays.
     """
     kind = OPTIMIZERS.get(name.lower())
     if kind is None:
@@ -132,7 +132,12 @@ def optimizer_named(name: str, **settings: Any) -> Optimizer:
     names = [f.name for f in fields(kind)]
     if unknown := [k for k in given if k not in names]:
         raise UsageError(f"{name} has no {unknown[0]}", f"it has {', '.join(names)}")
-    return kind(**given)
+    made = kind(**given)
+    if made.schedule is not None and made.schedule.decay != "none" and made.schedule.least > made.lr:
+        raise UsageError(
+            f"the learning rate would decay from {made.lr:g} to {made.schedule.least:g}", "a lower --min-lr"
+        )
+    return made
 
 
 @no_collection()

@@ -304,6 +304,35 @@ def test_communication_takes_longer_after_long_compute(compute: list[int]) -> No
     assert CoreSharing(2, cold=2e-4).resumed(0.0) == 0.0
 
 
+def test_communication_after_long_compute_that_waits_for_the_last_rank() -> None:
+    f, t = reduced(4)
+    alone, shared = (
+        simulated(f, t, CoreSharing(2, communication=0.0, jitter=j, cold=c), overlap=False).seconds
+        for j, c in ((0.0, 0.0), (9e-3, 2e-4))
+    )
+    late = (1e-6 + 9e-3 * 4e-3) ** 0.5 - 1e-3
+    assert shared - alone == pytest.approx(late + 2e-4 * (1 - math.exp(-4)))
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_of_two_ranks_the_one_counts_that_has_not_communicated_for_longest(sends: bool) -> None:
+    """One has, a millisecond before: the one that sends, or the one that receives."""
+    _, t = chains([0, 0, 0])
+    first, second, third = t.devices[:3]
+    f = FunctionMaker("sends")
+    x = f.add_input_value("x", Tensor(Float32, (1,), device=first))
+    y = f.add_input_value("y", Tensor(Float32, (1,), device=third))
+    for _ in range(3):
+        x, y = f.emit("Relu", x), f.emit("Relu", y)
+    z = f.emit("Send", x, to=third) if sends else f.emit("Send", y, to=second)
+    f.set_outputs([z, y, f.emit("Send", f.emit("Relu", x), to=second)])
+    program = f.finalize()
+    alone, shared = (
+        simulated(program, t, CoreSharing(3, communication=0.0, cold=x)).timestamps[second] for x in (0.0, 2e-4)
+    )
+    assert shared - alone == pytest.approx(2e-4 * (1 - math.exp(-4)))
+
+
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_message_takes_longer_after_long_compute(sleeps: bool) -> None:
     """Sent after 3 ms. A sleep takes the seconds that it is given."""
