@@ -31,6 +31,8 @@ _COLOURS = [f"C{k}" for k in range(10)] + ["#000000", "#F0E442", "#009E73", "#56
 """Of names, one after the other."""
 _NARROW = 0.012
 """Bars narrower than this share of the timeline have no number."""
+_FEW_DECADES = 1e3
+"""The ratio of its ends up to which a logarithmic axis has three labels a decade."""
 _CROWDED = 200
 """From so many bars a row of a timeline has no edges between them: they would cover most of it."""
 PIXEL = 1 / 600
@@ -187,7 +189,7 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
 
     Lines mark where both are equal, and where `y` is larger or smaller by the share `within`.
     """
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = empty_figure(6.4, 4.8)
     axes = figure.add_subplot()
@@ -203,7 +205,10 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
         axes.plot([a for a, _ in pairs], [b for _, b in pairs], "o", markersize=4, alpha=0.8, color=colour, label=name)
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
+    few = ends[1] / ends[0] < _FEW_DECADES
     for axis in (axes.xaxis, axes.yaxis):  # by default minor ticks of few decades have labels, too, which overlap
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+        axis.set_major_formatter(lambda x, _: three_figures(x))
         axis.set_minor_formatter(NullFormatter())
     axes.set_box_aspect(1)
     axes.set_xlabel(x)
