@@ -189,9 +189,9 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
 
     Lines mark where both are equal, and where `y` is larger or smaller by the share `within`.
     """
+    figure = empty_figure(6.4, 4.8)  # first: it says what to do where there is no matplotlib
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = empty_figure(6.4, 4.8)
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log")
