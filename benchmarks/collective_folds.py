@@ -2,14 +2,14 @@
 
     python benchmarks/collective_folds.py [--json]
 
-The figures of the communication library's algorithms and of its rings are fitted to the measured all-reduces of a
-system in ../shared/accuracy: to all, to those of every second size, and, where several numbers of devices were
-measured, without 3, 5 and 7; each time the others are predicted. A fit makes the sum of squared log(predicted /
-measured) least, searched from the shipped figures, each times a random factor of up to 1.5 either way; the best of
-several counts. Errors are |predicted / measured - 1|, of 32 KiB and more; `worst` of 64 KiB and more.
+The figures of the communication library's algorithms, which are shipped as fitted to all measured all-reduces of a
+system in ../shared/accuracy, are fitted again to those of every second size, and, where several numbers of devices were
+measured, to those without 3, 5 and 7; each time the others are predicted. A fit makes the sum of squared
+log(predicted / measured) least, searched from the shipped figures, each times a random factor of up to 1.5 either way;
+the best of several counts. Errors are |predicted / measured - 1|, of 32 KiB and more; `worst` of 64 KiB and more.
 
-What the links of a device reach among 2, 3, ... of them, where they differ (the hybrid cube mesh of V100), is taken
-from the file in all of these.
+The bandwidth of the links stays as it is shipped, also where it differs among 2, 3, ... devices (the hybrid cube mesh
+of V100).
 """
 
 from __future__ import annotations
@@ -24,25 +24,22 @@ from pathlib import Path
 
 from laps import machine, parser, table
 
-from distir.executor.cost_model import collective_cost
 from distir.executor.cost_model.fitting import nearest
-from distir.executor.cost_model.seconds import wire_of
 from distir.hardware import load_cluster
-from distir.ir.spec import lookup
 from distir.ir.topology import Algorithm, Topology
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.executor.cost_model.test_measured_collectives import CASES, SHARED, SMALL
+from tests.executor.cost_model.test_measured_collectives import CASES, SHARED, SMALL, ratios
 
 Row = tuple[int, int, float]
 """Devices, bytes, seconds."""
 FIELDS = "base", "intra", "inter", "share", "saturation"
 STARTS = 4
-"""Of the search; `FACTOR`: how far they are from the shipped figures at most."""
+"""Points from which a fit is searched."""
 FACTOR = 1.5
+"""How far these are from the shipped figures at most."""
 LIMIT = 30.0
 """How far figures may be from the shipped ones."""
-WIRE = wire_of(lookup("MPIAllreduce"))
 
 
 class System:
@@ -62,9 +59,7 @@ class System:
         made = list(self.algorithms)
         for (k, f), x in zip(self.places, figures, strict=True):
             made[k] = made[k]._replace(**{f: x})
-        topology = Topology(replace(self.regular, **{self.field: tuple(made)}))
-        groups = {n: topology.group(topology.devices[:n]) for n in {n for n, _, _ in rows}}
-        return [collective_cost.collective(WIRE, size, groups[n]) / seconds for n, size, seconds in rows]
+        return ratios(Topology(replace(self.regular, **{self.field: tuple(made)})), rows)
 
     def fitted(self, rows: Sequence[Row]) -> list[float]:
         """The figures with which these rows are predicted best."""

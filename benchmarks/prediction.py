@@ -26,8 +26,9 @@ from typing import Any
 from laps import machine, parser, table
 
 import distir
-from distir.api.calibrate import Suite, calibrate
+from distir.api.calibrate import calibrate
 from distir.api.calibration_runs import Training, perceptron
+from distir.api.calibration_suite import Suite
 from distir.ir.type import Float32
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -143,8 +143,7 @@ class Model:
         settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
         if (form := form_of(self.function)) != SEQUENTIAL:
             raise UsageError(f"{self.name} is {form}: only a sequential program can be made a training step")
-        given = precision if isinstance(precision, Precision) else Precision(precision)
-        low, accumulated = map(precision_named, given)
+        low, accumulated = map(precision_named, _precision(precision))
         step = training_step(self.function, loss, settings, output=output, precision=low, grad_dtype=accumulated)
         check_origins(step)
         return replace(self, function=step, optimizer=settings)
@@ -268,7 +267,7 @@ def load_options(settings: Mapping[str, Any]) -> LoadOptions:
 
 def _check_precision(options: LoadOptions) -> None:
     """Raises UsageError for mixed precision of a model that is to have 16 bits as a whole."""
-    products, _ = (options.precision, "") if isinstance(options.precision, str) else options.precision
+    products = _precision(options.precision).products
     if options.dtype is not None and products != "fp32" and (dtype := dtype_named(options.dtype)).size < 4:
         raise UsageError(
             f"precision {products} keeps weights in float32, dtype {dtype} makes them {dtype}, too",
@@ -403,6 +402,11 @@ def loads(function: Callable[Concatenate[Model, P], R]) -> Loading[P, R]:
         others.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type))
     loading.__signature__ = shown.replace(parameters=[first.replace(annotation="AnyModel"), *others])  # type: ignore[attr-defined]
     return loading  # type: ignore[return-value]
+
+
+def _precision(given: Precision | str) -> Precision:
+    """What is given; by one name that of products."""
+    return given if isinstance(given, Precision) else Precision(given)
 
 
 def precision_named(name: str) -> DType:

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distir.api.calibrate import check_out, fit_links
+from distir.api.calibrate import check_out
+from distir.api.calibration_fit import fit_links
 from distir.backends.processes.bench_collectives import Loops, Timing, bench_collectives
 from distir.backends.processes.preflight import joins
 from distir.hardware import host_cores, this_host

@@ -11,20 +11,11 @@ import pytest
 
 import distir
 from distir.api import calibrate as module
-from distir.api.calibrate import (
-    _FIT_PHASES,
-    Figures,
-    Links,
-    Suite,
-    calibrate,
-    fit_figures,
-    fit_links,
-    fit_steps,
-    regular_of,
-    suite,
-    to_toml,
-)
+from distir.api import calibration_fit
+from distir.api.calibrate import _FIT_PHASES, calibrate
+from distir.api.calibration_fit import Figures, Links, fit_figures, fit_links, fit_steps, regular_of, to_toml
 from distir.api.calibration_runs import TimedStep, Training, is_timed, perceptron, sample
+from distir.api.calibration_suite import Suite, measured_again, split_programs, suite, timed
 from distir.api.compilation import distribute, simulated
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import ProductFit, Sample
@@ -179,7 +170,7 @@ def test_what_is_expected_holds_back_the_fit(monkeypatch: pytest.MonkeyPatch) ->
     measured[2] = [s._replace(seconds=s.seconds * (3 if k < 3 else 1)) for k, s in enumerate(measured[2])]
     far: list[float] = []
     for noise in (0.1, 1e-6):
-        monkeypatch.setattr(module, "_NOISE", noise)
+        monkeypatch.setattr(calibration_fit, "_NOISE", noise)
         links, known = fit_steps(FIGURES, measured).links, FIGURES.links
         far.append(math.hypot(math.log(links.step / known.step), math.log(links.latency / known.latency)))
     assert far[0] < 0.7 * far[1]
@@ -199,8 +190,8 @@ def test_the_shortest_steps_are_measured_again(monkeypatch: pytest.MonkeyPatch) 
     """On a CPU, on two ranks at most; the geometric mean counts."""
     three = [Training(f"8,{n},8", 16, "sgd", 2) for n in (8, 16, 32)]
     what = Suite(three, None, (), (1, 2, 4), (64,), spread=(0, 1, 2))
-    assert not module._again(what, "cuda").trainings
-    assert not module._again(what, "cuda").ranks
+    assert not measured_again(what, "cuda").trainings
+    assert not measured_again(what, "cuda").ranks
     done: list[tuple[Any, ...]] = []
 
     def measured(model: distir.Model, plan: distir.Plan, *rest: object) -> TimedStep:
@@ -208,7 +199,7 @@ def test_the_shortest_steps_are_measured_again(monkeypatch: pytest.MonkeyPatch) 
         return TimedStep(model.function, plan, 4.0 ** done.count(done[-1]))
 
     monkeypatch.setattr(module, "measure_step", measured)
-    again = module._again(what, "cpu")
+    again = measured_again(what, "cpu")
     found = module._measure_steps((what, again), RunOptions(device="cpu"), module._Phases(None, 0))
     seconds = {n: [s.seconds for s in rows] for n, rows in found.items()}
     assert seconds[1] == pytest.approx([8.0] * 4 + [4.0] * 2)
@@ -231,8 +222,8 @@ def test_some_training_steps_are_timed_on_several_ranks() -> None:
     """The first of them is too small for four."""
     three = [Training(f"8,{n},8", 16, "sgd", 2) for n in (8, 16, 32)]
     what = Suite(three, None, (), (1, 2, 4), (64,), spread=(0, 2))
-    timed = {n: [three.index(t) for t, _ in module._timed(what, n)] for n in what.ranks}
-    assert timed == {1: [0, 1, 2], 2: [0, 2], 4: [2]}
+    found = {n: [three.index(t) for t, _ in timed(what, n)] for n in what.ranks}
+    assert found == {1: [0, 1, 2], 2: [0, 2], 4: [2]}
 
 
 def test_the_host_of_a_gpu_issues_ops() -> None:
@@ -336,9 +327,9 @@ def test_ops_of_split_programs_are_timed() -> None:
     """A program on several ranks has ops that none on one rank has, such as the sums of a loss over split classes."""
     what = suite("cpu", 2)
     known = set[str]().union(*[timed_ops(t.model(), Plan(microbatches=n)) for t in what.trainings for n in (1, 2)])
-    split = set[str]().union(*[timed_ops(t.model(), plan) for t, plan in module._split(what)])
+    split = set[str]().union(*[timed_ops(t.model(), plan) for t, plan in split_programs(what)])
     assert {"LogitSums", "AdamW"} <= split - known
-    for t, _ in module._timed(what, 2):
+    for t, _ in timed(what, 2):
         for plan in (Plan(dp=2), Plan(tp=2), Plan(pp=2, microbatches=4), Plan(dp=2, pp=2), Plan(tp=2, pp=2)):
             assert timed_ops(t.model(), plan) <= known | split, plan
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distir.api.calibrate import Calibration, Figures, Links
+from distir.api.calibrate import Calibration
+from distir.api.calibration_fit import Figures, Links
 from distir.cli import calibrating, main
 from distir.ir.topology import OpSpeed
 

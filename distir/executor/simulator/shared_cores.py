@@ -4,8 +4,8 @@ Ranks are bound to cores as `cores_of` says. A rank is busy while it computes, a
 it is in a collective or receives; one that waits or sleeps is not. While more are busy than the cores that they are
 bound to, each part of compute gets an equal share of these (processor sharing), and communication takes longer by what
 it needs of a core; parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a
-collective do not arrive together, communication takes longer after long without it, and when a step
-begins, other threads compute, too, that feed the ranks (see `CoreSharing`).
+collective do not arrive together, communication takes longer after long without it, and when a step begins, other
+threads compute, too, that feed the ranks (see `CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
 part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
@@ -175,6 +175,7 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     left: dict[int, float] = {}
     """The seconds that each would still take alone."""
     alone = [task.seconds for task in tasks]
+    """Their seconds, with what communication takes longer."""
     start, taken = [0.0] * len(tasks), [0.0] * len(tasks)
     ready = [k for k, n in enumerate(missing) if not n]
     while True:

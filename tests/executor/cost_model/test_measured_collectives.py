@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from distir.executor.cost_model import collective_cost
 from distir.executor.cost_model.seconds import wire_of
 from distir.hardware import load_cluster
 from distir.ir.spec import lookup
+from distir.ir.topology import Topology
 
 SHARED = Path(__file__).parents[4] / "shared" / "accuracy"
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="no measurements: ../shared is absent")
@@ -35,14 +37,17 @@ def by_gpu(gpu: str) -> list[tuple[int, int, float]]:
     return [(int(r["n_gpus"]), int(r["bytes"]), float(r["time_oop_ns"]) * 1e-9) for r in found]
 
 
-def errors(cluster: str, measured: list[tuple[int, int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted over measured, less 1; and the sizes."""
+def ratios(topology: Topology, measured: Sequence[tuple[int, int, float]]) -> list[float]:
+    """Predicted / measured, on the first devices of a cluster."""
     wire = wire_of(lookup("MPIAllreduce"))
-    out: list[float] = []
-    for n, size, seconds in measured:
-        topology = load_cluster(cluster, devices=n)
-        out.append(collective_cost.collective(wire, size, topology.group(topology.devices[:n])) / seconds - 1)
-    return np.array(out), np.array([size for _, size, _ in measured])
+    groups = {n: topology.group(topology.devices[:n]) for n in {n for n, _, _ in measured}}
+    return [collective_cost.collective(wire, size, groups[n]) / seconds for n, size, seconds in measured]
+
+
+def errors(cluster: str, measured: list[tuple[int, int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted / measured, less 1; and the sizes."""
+    topology = load_cluster(cluster, devices=max([n for n, _, _ in measured]))
+    return np.array(ratios(topology, measured)) - 1, np.array([size for _, size, _ in measured])
 
 
 CASES = {
