@@ -244,7 +244,7 @@ def load_runtime(name: str, own: Runtime | None = None) -> Runtime:
     if found is None or not VARIANTS.keys() >= set(variants):
         behind = " or ".join([f"+{variant}" for variant in VARIANTS])
         known = f"known: {', '.join(sorted(shipped))}; or one of them and {behind}"
-        raise UsageError(f"unknown runtime {name!r}", known)
+        raise UsageError(f"unknown runtime {name!r}", known if base in shipped else did_you_mean(base, shipped, known))
     return _variant(found, *variants)
 
 

@@ -125,6 +125,10 @@ def test_runtimes() -> None:
     for name in ("jax", "jax+fp8", "megatron+", "megatron+flash", "megatron+fp8+4bits"):
         with pytest.raises(UsageError, match=f"unknown runtime {re.escape(repr(name))}"):
             load_runtime(name)
+    for name, hint in (("megatorn", "did you mean megatron?"), ("jax", "known: composer"), ("megatron+fp9", "known: ")):
+        with pytest.raises(UsageError) as e:
+            load_runtime(name)
+        assert (e.value.hint or "").startswith(hint)
 
 
 def test_attention_of_any_runtime_can_be_flash_attention_2() -> None:
