@@ -86,6 +86,7 @@ def _sweep(
     mappings: list[FactorMapping | None] = [None] * len(graph.sigs)
     waiting: dict[tuple[int, int], FactorMapping] = {}  # of ops that wait, by their numbers of operands and results
     taken_whole: set[int] = set()
+    count = len(totals)
     placement, sigs, all_ins, all_outs = state.__getitem__, graph.sigs, graph.ins, graph.outs
     for j in graph.order:
         ins, outs = all_ins[j], all_outs[j]
@@ -106,7 +107,9 @@ def _sweep(
         if late:
             sums = [v for v in ins if v in after]
             if any([p is not REPLICATE for p in have]) or (options and _splits_but_for(sums, ins, have, options)):
-                return mappings, sums
+                if len(totals) == count:
+                    return mappings, sums
+                # there will be another sweep: this one goes on, to find more sums for it
             after.update(outs)
             continue
         work = found.get(have)

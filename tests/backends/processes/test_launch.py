@@ -358,7 +358,7 @@ def test_whoever_started_the_ranks_ends_and_they_with_it(end: signal.Signals, tm
         finally:
             process.kill()  # no test hangs in the end of this block
         while any(map(alive, pids)) or list(tmp_path.glob("distir-*")):
-            assert time.monotonic() - begin < 2
+            assert time.monotonic() - begin < 20  # far less than the 300 s after which they give up by themselves
             time.sleep(0.02)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from distir.api.model import load
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import Device, FunctionMaker, Role, verify
 from distir.ir.function import Function
@@ -14,6 +15,7 @@ from distir.ops.rules import shape_of
 from distir.transforms.differentiation.training import SGD, training_step
 from distir.transforms.parallel3d import distribute
 from distir.transforms.plan import Plan
+from distir.transforms.sharding import microbatch
 
 
 def centred(late: bool, twice: bool = False) -> Function:
@@ -53,3 +55,21 @@ def test_only_the_statistics_are_in_the_prologue():
     before = {f.name: f for f in done.program.callees()}["prologue0"]
     assert not [op for op in before.ops if op.spec.weight is not None]  # the matrix products stay on microbatches
     assert any(op.spec is not None and op.inputs and shape_of(op.outputs[0]) == (1, 4) for op in before.ops)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_sweeps_do_not_grow_with_the_weights_of_a_step_that_is_skipped(optimizer, monkeypatch):
+    """With loss scaling each update takes a gradient, scaled, beside what says whether all of them are finite."""
+    sweeps = []
+
+    def counted(*args, sweep=microbatch._sweep):
+        sweeps[-1] += 1
+        return sweep(*args)
+
+    monkeypatch.setattr(microbatch, "_sweep", counted)
+    for layers in (1, 4):
+        text = f"gpt:layers={layers},hidden=16,heads=2,seq=4,vocab=16,batch=4"
+        model = load(text, loss="cross-entropy", optimizer=optimizer, precision="fp16")
+        sweeps.append(0)
+        distribute(model.function, Plan(microbatches=2), [Device("cpu", 0)])
+    assert sweeps[0] == sweeps[1] <= 4
