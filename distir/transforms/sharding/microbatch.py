@@ -106,10 +106,9 @@ def _sweep(
         options, found = unsplit[sigs[j].number] if j in before else known[j]
         if late:
             sums = [v for v in ins if v in after]
-            if any([p is not REPLICATE for p in have]) or (options and _splits_but_for(sums, ins, have, options)):
-                if len(totals) == count:
-                    return mappings, sums
-                # there will be another sweep: this one goes on, to find more sums for it
+            wrong = any([p is not REPLICATE for p in have]) or (options and _splits_but_for(sums, ins, have, options))
+            if wrong and len(totals) == count:  # else there will be another sweep, and this one looks for more sums
+                return mappings, sums
             after.update(outs)
             continue
         work = found.get(have)
