@@ -50,6 +50,8 @@ _ASYNC = re.compile(
 """How notes say that torchtitan sent tensor parallelism's activations in pieces beside products."""
 PEAKS = "allocated", "reserved", "used"
 """Which memory was measured: what the allocator handed out, what it held, or all of the device that was in use."""
+NO_SOURCE = "(no source)"
+"""What the source of a row is called that does not name one; it is not predicted."""
 _MOST = 1 << 53
 """Numbers up to here are exact in a float."""
 
@@ -151,7 +153,7 @@ class CsvColumn(NamedTuple):
 
 COLUMNS: dict[str, CsvColumn] = {
     "id": CsvColumn(str, ""),
-    "source": CsvColumn(str, "", True),
+    "source": CsvColumn(str, None, True),
     "model_family": CsvColumn(str, None, True),
     "layers": CsvColumn(_whole, None, True),
     "hidden": CsvColumn(_whole, None, True),
@@ -286,7 +288,7 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
             reason = e.message
     return Measurement(
         values["id"] or f"line {line}",
-        values["source"],
+        values["source"] or NO_SOURCE,
         line,
         values["measured_step_s"],
         values["measured_peak_gib"],

@@ -343,7 +343,8 @@ def _by_chance(change: np.ndarray, gradient: np.ndarray, disturbed: np.ndarray) 
     """The possible error of each element's change where its gradient is of the size of rounding errors: an optimizer
     that normalises gradients (AdamW) turns that into a full step, in either direction.
     """
-    noise = 3 * norm(disturbed - gradient) / max(1, gradient.size) ** 0.5
+    with np.errstate(invalid="ignore"):  # of gradients that are not finite, whose step changes nothing
+        noise = 3 * norm(disturbed - gradient) / max(1, gradient.size) ** 0.5
     size = np.abs(gradient)
     share = np.divide(noise, size, out=np.full_like(size, 2.0), where=size > noise / 2)
     return np.ravel(np.abs(change) * np.where((size > 0) | (disturbed != 0), share, 0.0))

@@ -13,6 +13,7 @@ from distir.api.results import aligned, seconds
 from distir.api.scores import Scores
 from distir.cli.output import Progress, print_json
 from distir.ir.errors import counted
+from distir.ir.files import check_writable
 
 _HEAD = ("source", "rows", "MAE", "p50", "p90", "worst", "bias", "Spearman", "regret", "memory error")
 _ROW_HEAD = ("row", "measured", "predicted", "error", "measured peak", "predicted peak")
@@ -25,6 +26,7 @@ def accuracy(args: argparse.Namespace) -> None:
     """`distir accuracy`."""
     if args.plot is not None:  # before the predictions, which take time
         format_of(args.plot)
+        check_writable(args.plot)
         accuracy_figure(Accuracy([], {}))
     with Progress("predicting") as progress:
 

@@ -241,7 +241,7 @@ def load_runtime(name: str, own: Runtime | None = None) -> Runtime:
     "megatron-core+fp8". Raises UsageError, with the known names, if there is none."""
     shipped, (base, *variants) = _runtimes(), name.split("+")
     found = own if own is not None and own.name == base else shipped.get(base)
-    if found is None or not VARIANTS.keys() >= set(variants):
+    if found is None or not VARIANTS.keys() >= set(variants) or len(set(variants)) < len(variants):
         behind = " or ".join([f"+{variant}" for variant in VARIANTS])
         known = f"known: {', '.join(sorted(shipped))}; or one of them and {behind}"
         raise UsageError(f"unknown runtime {name!r}", known if base in shipped else did_you_mean(base, shipped, known))

@@ -127,6 +127,8 @@ def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
         key, _, value = entry.partition("=")
         kind = kind_of(known[key]) if key in known else int
         parse, expected = _KINDS[kind]
+        if key in given:
+            raise UsageError(f"{text}: {key} is given twice")
         try:
             given[key] = parse(value)
         except ValueError:

@@ -519,6 +519,7 @@ def test_a_program_is_priced_again_by_another_cost_model(table) -> None:
         ({"optimizer": ""}, "optimizer none is none of adam, adamw, sgd"),
         ({"model_family": "other"}, "model_family other is none of gpt, llama, mpt, mlp"),
         ({"micro_batch": ""}, "micro_batch is not given"),
+        ({"source": ""}, "source is not given"),
         ({"heads": ""}, "heads is not given"),
         ({"seq": ""}, "seq is not given"),
         ({"heads": 5}, "hidden 64 does not divide by 5 heads"),
@@ -697,6 +698,12 @@ def test_plot(table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "drawn: " in capsys.readouterr().out
     assert "<svg" in (tmp_path / "a.svg").read_text()
     assert main(["accuracy", str(path), "--plot", str(tmp_path / "a.txt")]) == 2
+
+
+def test_where_no_figure_can_be_written_nothing_is_predicted(table, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("distir.api.accuracy.score", pytest.fail)
+    assert main(["accuracy", str(table(GPT)), "--plot", "none/a.pdf"]) == 2
+    assert "cannot write none/a.pdf: none is no folder that can be written to" in capsys.readouterr().err
 
 
 def test_the_figure_has_a_colour_a_source_and_the_errors_of_a_fifth(table) -> None:

@@ -1,5 +1,6 @@
 """What the check finds, and what it lets pass: faults are seeded into runs, at the size at which training goes."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -488,6 +489,18 @@ def test_a_loss_that_the_disturbed_run_meets_by_chance(precision, allowed):
 
     assert not differs(0.9 * allowed)
     assert differs(1.1 * allowed)
+
+
+def test_a_first_gradient_that_overflowed_is_no_warning():
+    """Of a step in 16 bits that is skipped, and changes nothing."""
+    model = distir.load(
+        "gpt:layers=1,hidden=256,heads=4,seq=1,vocab=8192,batch=1,tied=0", loss="cross-entropy", precision="fp16"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = distir.run(model, distir.Plan(), steps=2, backend="numpy", check=True)
+    assert result.check is not None
+    assert result.check.ok
 
 
 def test_what_is_not_finite_in_both_is_said_and_the_rest_compared():

@@ -122,7 +122,7 @@ def test_runtimes() -> None:
     assert not any(getattr(plain, flag) for flag in ("cudnn", "accumulates", "overlaps_products"))
     assert all(runtime.gradient_buffer for runtime in (megatron, later, plain))
     assert load_cluster("dgx-h100-mcore").regular.runtime is later  # type: ignore[union-attr]
-    for name in ("jax", "jax+fp8", "megatron+", "megatron+flash", "megatron+fp8+4bits"):
+    for name in ("jax", "jax+fp8", "megatron+", "megatron+flash", "megatron+fp8+4bits", "megatron+fp8+fp8"):
         with pytest.raises(UsageError, match=f"unknown runtime {re.escape(repr(name))}"):
             load_runtime(name)
     for name, hint in (("megatorn", "did you mean megatron?"), ("jax", "known: composer"), ("megatron+fp9", "known: ")):

@@ -131,6 +131,7 @@ def test_defaults() -> None:
     [
         ("gpt:layers=2", "gpt:layers=2: hidden and heads missing", "such as gpt:layers=12,hidden=768,heads=12"),
         ("gpt:layer=2", "gpt:layer=2: gpt has no 'layer'", "did you mean layers?"),
+        ("gpt:layers=2,layers=3", "gpt:layers=2,layers=3: layers is given twice", None),
         ("gpt:layers=x", "gpt:layers=x: expected layers=N, a whole number, got 'layers=x'", None),
         ("gpt:layers=2,hidden=8,heads=3", "gpt:layers=2,hidden=8,heads=3: hidden 8 does not divide by 3 heads", None),
         ("gpt:layers=2,hidden=8,heads=4,kv_heads=3", r".*: heads 4 does not divide by 3 kv_heads", None),
