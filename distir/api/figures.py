@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from distir.executor.cost_model.seconds import computed_in
+from distir.executor.cost_model.model_flops import model_flops
+from distir.executor.cost_model.seconds import CostModel, computed_in
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, type_of
 from distir.ir.type import Tensor
+from distir.transforms.passes import SEQUENTIAL, form_of
+from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import weights
 
 _UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -54,6 +57,12 @@ def parameters_line(function: Function) -> str:
 def flops(function: Function) -> float:
     """The FLOPs of one run of a program, on all devices together: two for a multiply-add, one a point of other ops."""
     return _flops(function.ops, {}, {})
+
+
+def model_work(function: Function, cost: CostModel) -> tuple[float, float]:
+    """The FLOPs of a step's products, convolutions and attention, and the seconds of one device at its peak for them
+    (`model_flops`); attention that is written out counts as fused."""
+    return model_flops(fuse(function) if form_of(function) == SEQUENTIAL else function, cost)
 
 
 def flops_of(ops: Iterable[Op]) -> float:

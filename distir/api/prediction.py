@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.api.figures import count, flops, parameters, parameters_line
+from distir.api.figures import count, flops, model_work, parameters, parameters_line
 from distir.api.results import Summary, aligned, html_table, paragraphs, rates, seconds, size
 from distir.executor.simulator.labels import SEND
-from distir.executor.simulator.step_parts import IDEAL, StageParts, step_parts
+from distir.executor.simulator.step_parts import StageParts, step_parts
 from distir.ir.function import Function
 
 if TYPE_CHECKING:
@@ -56,16 +56,15 @@ class Prediction:
         """The parts of the step, for each stage (`distir.executor.simulator.step_parts`)."""
         return step_parts(self.simulation)
 
-    @property
+    @cached_property
     def utilization(self) -> float:
-        """The share of the devices' peak FLOP/s that matrix products, convolutions and attention use, without those
-        that are recomputed, on average; 0 for a step that takes no time.
-
-        Model FLOPs utilization, with the products' FLOPs as those of the model (Chowdhery et al., "PaLM", 2022,
-        appendix B); the score matrix of causal attention counts by half.
+        """Model FLOPs utilization: the share of the devices' peak FLOP/s that the matrix products, convolutions and
+        attention of the model as it was loaded use (`distir.executor.cost_model.model_flops`), on average; 0 for a step
+        that takes no time.
         """
-        ideal = self._mean([s.compute[IDEAL] for s in self.parts])
-        return ideal / self.step_seconds if self.step_seconds else 0.0
+        _, ideal = model_work(self.source, self.simulation.program.cost)
+        devices = sum(self.simulation.program.classes.sizes)
+        return ideal / (self.step_seconds * devices) if self.step_seconds else 0.0
 
     @property
     def step_seconds(self) -> float:

@@ -44,9 +44,9 @@ _SCORES = """The error of a row is predicted / measured - 1, of seconds of a ste
                         predicted quickest, over the best measured, minus 1; the mean
   memory error          mean of |predicted / measured - 1| of peaks of memory, where measured
 """
-_UTILIZATION = """Model FLOPs utilization is the share of the devices' peak FLOP/s that matrix products, convolutions
-and attention use in a step, without those that are recomputed. Communication is exposed while its device does not
-compute.
+_UTILIZATION = """Model FLOPs utilization is the share of the devices' peak FLOP/s that the products, convolutions and
+attention of the model use in a step; what a plan repeats does not count. Communication is exposed
+while its device does not compute.
 """
 _PARTS = """The parts of a stage add up to the step:
   ideal compute   products and attention at the device's peak, without what is recomputed

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distir.api.compilation import Cluster, check_8_bits, cost_model, describe
+from distir.api.figures import model_work
 from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.model import Model, loads
 from distir.api.results import size
-from distir.executor.cost_model.seconds import work
 from distir.hardware import host_cores
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.search.best_first import Progressed, Simulated, by_seconds, search
@@ -198,7 +198,7 @@ class _Result(NamedTuple):
     def table(self, gpus: int, top: int, elapsed: float) -> PlanTable:
         """The `top` best and the families, after a search of so many seconds."""
         setting, state, short = self.setting, self.state, self.short
-        done = step_work(setting)
+        done = StepWork(setting.batch, setting.model.tokens, *model_work(setting.model.function, setting.cost))
         bound = state.bound if not state.violations else 0.0  # a bound that did not hold says nothing of others
 
         def row(x: Simulated, family: str | None, certain: bool) -> PlanRow:
@@ -231,22 +231,6 @@ class _Result(NamedTuple):
             ],
             setting,
         )
-
-
-def step_work(setting: Setting) -> StepWork:
-    """The samples, tokens and model FLOPs of a step, and the seconds of one device at its peak for these.
-
-    Model FLOPs are those of matrix products, convolutions and attention in the sequential training step.
-    """
-    model, what = setting.model, setting.cost.topology.spec(setting.cost.topology.devices[0])
-    flops = ideal = 0.0
-    for op in model.function.ops:
-        if op.spec.kernel:
-            ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-            n, _ = work(op.spec, op.attributes, ins, outs)
-            flops += n
-            ideal += n / setting.cost.peak(op.spec, ins, outs, what)
-    return StepWork(setting.batch, model.tokens, flops, ideal)
 
 
 def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simulators, gpus: int) -> InfeasibleError:

@@ -93,6 +93,7 @@ def test_ranked_is_what_simulate_says():
     for row in table.rows:
         assert row.detail is not None
         said = distir.simulate(model, row.plan, CostModel(load_cluster("dgx-a100", devices=4)))
+        assert row.mfu == pytest.approx(said.utilization, rel=1e-9)
         assert row.seconds == said.step_seconds
         assert row.memory == said.peak_memory
         stages = said.simulation.stages

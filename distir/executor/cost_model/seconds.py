@@ -291,7 +291,7 @@ class CostModel:
         """The roofline of one op. A subclass may have its own."""
         if spec.comm is not None and spec.comm.seconds is not None:
             return spec.comm.seconds(attrs)
-        flops, size = work(spec, attrs, ins, outs, self.runtime is not None and self.runtime.zigzag)
+        flops, size = work(spec, attrs, ins, outs, self.zigzag)
         bandwidth = what.bandwidth if spec.kernel else self._bandwidth(ins, outs, what)
         dtype = computed_in(ins, outs)
         if spec.kernel == "product" and what.unaligned < 1 and not _aligned(dtype, (*ins, *outs)):
@@ -319,6 +319,11 @@ class CostModel:
         if spec.kernel == "attention" and self.runtime is not None and self.runtime.expands_keys:
             seconds += _expanded(ins) / what.bandwidth
         return seconds + what.kernel_launch_overhead
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether queries of causal attention are split so that it is the same work for all devices: see `work`."""
+        return self.runtime is not None and self.runtime.zigzag
 
     def peak(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> float:
         """The FLOP/s that a device has at most for an op: of the dtype that it computes in, of tf32, or of 8 bits."""

@@ -144,4 +144,4 @@ class _Labels:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         cost = self._program.cost
         spec = cost.topology.spec(self._program.classes.first[part.classes[0]])
-        return work(op.spec, op.attributes, ins, outs)[0] / cost.peak(op.spec, ins, outs, spec)
+        return work(op.spec, op.attributes, ins, outs, cost.zigzag)[0] / cost.peak(op.spec, ins, outs, spec)

@@ -160,3 +160,37 @@ def test_products_in_8_bits_count_at_their_peak() -> None:
             flops, _ = work(op.spec, op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
             ideal += flops / peaks[op.spec.kernel]
     assert prediction.utilization * prediction.step_seconds == pytest.approx(ideal, rel=0.01)
+
+
+def ideal_seconds(model: distir.Model, peak: float) -> float:
+    """Of the model's products and attention on one device, by hand."""
+    ops = [op for op in model.function.ops if op.spec.kernel]
+    flops = [work(op.spec, op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])[0] for op in ops]
+    return sum(flops) / peak
+
+
+def test_what_all_shards_compute_counts_once_in_the_utilization() -> None:
+    """4 heads of keys do not divide by 8: attention is whole on each of 8 devices."""
+    text = "llama:layers=2,hidden=1024,heads=16,kv_heads=4,ffn=2816,vocab=32000,seq=2048,batch=2"
+    model = distir.load(text, loss="cross-entropy", precision="bf16")
+    prediction = distir.simulate(model, distir.Plan(tp=8), "dgx-h100")
+    ideal = ideal_seconds(model, 989e12) / 8
+    assert prediction.utilization * prediction.step_seconds == pytest.approx(ideal, rel=1e-3)
+    (stage,) = step_parts(prediction.simulation)
+    assert stage.compute[IDEAL] > 1.2 * ideal
+
+
+def test_in_zigzag_each_device_has_an_equal_part_of_causal_attention() -> None:
+    """Of runtimes whose context parallelism splits queries so; in a row the last device has the most keys."""
+    text = "llama:layers=2,hidden=1024,heads=8,vocab=1024,seq=32768,batch=1"
+    model = distir.load(text, loss="cross-entropy", precision="bf16")
+    plan = distir.Plan(split=("cp=4:*.1",))  # type: ignore[arg-type]
+    part = ideal_seconds(model, 989e12) / 4
+    found: list[float] = []
+    for runtime in ("megatron-core", "torch-eager"):
+        prediction = distir.simulate(model, plan, "dgx-h100", runtime=runtime)
+        assert prediction.utilization * prediction.step_seconds == pytest.approx(part, rel=1e-3)
+        (stage,) = step_parts(prediction.simulation)
+        found.append(stage.compute[IDEAL])
+    assert found[0] == pytest.approx(part, rel=1e-3)
+    assert found[1] > 1.3 * part
