@@ -974,6 +974,7 @@ def test_mixed_precision_on_gloo(cli, precision, flags):
         ("--warmup 5 --lr-decay cosine --decay-steps 5", "the learning rate decays from step 5 to step 5"),
         ("--lr 0.1 --lr-decay cosine --decay-steps 5 --min-lr 0.2", "the learning rate would decay from 0.1 to 0.2"),
         ("--precision fp16 --dtype float16", "precision fp16 keeps weights in float32, dtype f16 makes them f16, too"),
+        ("--precision bf16 --dtype float64", "precision bf16 keeps weights in float32, dtype f64 makes them f64, too"),
         ("--precision bf16 --dtype bfloat16", "precision bf16 keeps weights in float32, dtype bf16 makes them bf16"),
         (
             "--precision bf16 --grad-dtype fp16",
@@ -986,6 +987,12 @@ def test_settings_of_training_that_do_not_fit(cli, flags, message):
     code, _, err = cli("simulate", GPT, *TRAIN, *flags.split(), "--cluster", "dgx-a100")
     assert code == 2
     assert err.startswith(f"distir: error: {message}")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_float32_changes_nothing_of_mixed_precision(cli, precision):
+    line = "simulate", GPT, *TRAIN, "--precision", precision, "--cluster", "dgx-a100"
+    assert cli(*line, "--dtype", "float32") == cli(*line)
 
 
 # ---------------------------------------------------------------- the progress bar

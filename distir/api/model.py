@@ -32,7 +32,7 @@ from distir.ir.dtype import dtype_named
 from distir.ir.errors import DistirError, ModelError, UsageError, did_you_mean
 from distir.ir.function import Function, Value
 from distir.ir.pause import no_collection
-from distir.ir.type import DType, Tensor
+from distir.ir.type import DType, Float32, Tensor
 from distir.models.config_file import is_config
 from distir.models.configs import built_from, title_of
 from distir.models.named import Built, built, is_named, model_names, own_loss
@@ -247,13 +247,16 @@ def load(model: ModelSource, *given: Any, **settings: Any) -> Model:
         raise UsageError(f"load takes a model, {' and '.join(names)}, then keywords: {len(given)} arguments are given")
     options = load_options({**dict(zip(names, given, strict=False)), **settings})
     _check_precision(options)
+    mixed = _precision(options.precision).products != "fp32"
     made = _read(model, options)
+    if mixed and options.dtype is not None:  # float32; what the training step has in the low precision stays so
+        made = made.with_dtype(options.dtype)
     loss = options.loss
     if loss is None and isinstance(model, str | os.PathLike | Mapping):
         loss = own_loss(model)
     if loss not in (None, NO_LOSS):
         made = made.training(loss, options.optimizer, options.output, options.precision)
-    return made if options.dtype is None else made.with_dtype(options.dtype)
+    return made if mixed or options.dtype is None else made.with_dtype(options.dtype)
 
 
 def load_options(settings: Mapping[str, Any]) -> LoadOptions:
@@ -266,9 +269,9 @@ def load_options(settings: Mapping[str, Any]) -> LoadOptions:
 
 
 def _check_precision(options: LoadOptions) -> None:
-    """Raises UsageError for mixed precision of a model that is to have 16 bits as a whole."""
+    """Raises UsageError for mixed precision of a model that is to have another type than float32 as a whole."""
     products = _precision(options.precision).products
-    if options.dtype is not None and products != "fp32" and (dtype := dtype_named(options.dtype)).size < 4:
+    if options.dtype is not None and products != "fp32" and (dtype := dtype_named(options.dtype)) is not Float32:
         raise UsageError(
             f"precision {products} keeps weights in float32, dtype {dtype} makes them {dtype}, too",
             f"leave out --dtype for mixed precision, --precision for a model in {dtype} as a whole",
