@@ -974,7 +974,6 @@ def test_mixed_precision_on_gloo(cli, precision, flags):
         ("--warmup 5 --lr-decay cosine --decay-steps 5", "the learning rate decays from step 5 to step 5"),
         ("--lr 0.1 --lr-decay cosine --decay-steps 5 --min-lr 0.2", "the learning rate would decay from 0.1 to 0.2"),
         ("--precision fp16 --dtype float16", "precision fp16 keeps weights in float32, dtype f16 makes them f16, too"),
-        ("--precision bf16 --dtype float64", "precision bf16 keeps weights in float32, dtype f64 makes them f64, too"),
         ("--precision bf16 --dtype bfloat16", "precision bf16 keeps weights in float32, dtype bf16 makes them bf16"),
         (
             "--precision bf16 --grad-dtype fp16",

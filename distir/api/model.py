@@ -247,16 +247,16 @@ def load(model: ModelSource, *given: Any, **settings: Any) -> Model:
         raise UsageError(f"load takes a model, {' and '.join(names)}, then keywords: {len(given)} arguments are given")
     options = load_options({**dict(zip(names, given, strict=False)), **settings})
     _check_precision(options)
-    mixed = _precision(options.precision).products != "fp32"
+    dtype = None if options.dtype is None else dtype_named(options.dtype)
     made = _read(model, options)
-    if mixed and options.dtype is not None:  # float32; what the training step has in the low precision stays so
-        made = made.with_dtype(options.dtype)
+    if dtype is Float32 and _precision(options.precision).products != "fp32":  # the step keeps its 16 bits
+        made, dtype = made.with_dtype(dtype), None
     loss = options.loss
     if loss is None and isinstance(model, str | os.PathLike | Mapping):
         loss = own_loss(model)
     if loss not in (None, NO_LOSS):
         made = made.training(loss, options.optimizer, options.output, options.precision)
-    return made if mixed or options.dtype is None else made.with_dtype(options.dtype)
+    return made if dtype is None else made.with_dtype(dtype)
 
 
 def load_options(settings: Mapping[str, Any]) -> LoadOptions:
@@ -269,9 +269,9 @@ def load_options(settings: Mapping[str, Any]) -> LoadOptions:
 
 
 def _check_precision(options: LoadOptions) -> None:
-    """Raises UsageError for mixed precision of a model that is to have another type than float32 as a whole."""
+    """Raises UsageError for mixed precision of a model that is to have 16 bits as a whole."""
     products = _precision(options.precision).products
-    if options.dtype is not None and products != "fp32" and (dtype := dtype_named(options.dtype)) is not Float32:
+    if options.dtype is not None and products != "fp32" and (dtype := dtype_named(options.dtype)).size < 4:
         raise UsageError(
             f"precision {products} keeps weights in float32, dtype {dtype} makes them {dtype}, too",
             f"leave out --dtype for mixed precision, --precision for a model in {dtype} as a whole",

@@ -327,10 +327,16 @@ def _shared(link: Link, network: _Table, devices: int, oversubscription: float) 
     ports = network.whole("ports", devices)
     share = min(1.0, ports / devices) / oversubscription
     bus = link.collective() * share
-    part = network.positive("partial_share") if "partial_share" in network.values else 1.0
+    part = _share(network, "partial_share")
     some = dict.fromkeys(range(2, devices), bus * part) if part != 1 else {}
     some |= {k: measured * share for k, measured in link.bus_by}
     return link._replace(bandwidth=link.bandwidth * share, bus=bus, bus_by=tuple(some.items()))
+
+
+_GREATEST = 1e30
+"""The largest figure; what is to be above 0 is at least its reciprocal. Beyond these seconds would overflow."""
+_MOST = 1 << 31
+"""The largest whole number."""
 
 
 class _Table:
@@ -351,16 +357,17 @@ class _Table:
             raise self.error(key, "missing")
         return value
 
-    def figure(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+    def figure(self, key: str, default: float | None = None, least: float = 0.0, most: float = _GREATEST) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < inf:
-            raise self.error(key, f"expected a number of at least {least:g}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            limit = f" and at most {most:g}" if isinstance(value, int | float) and value > most else ""
+            raise self.error(key, f"expected a number of at least {least:g}{limit}, got {value!r}")
         return float(value)
 
-    def positive(self, key: str) -> float:
-        value = self.figure(key)
-        if value == 0:
-            raise self.error(key, "expected a number above 0")
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.figure(key, default)
+        if value < 1 / _GREATEST:
+            raise self.error(key, f"expected a number above 0{f', got {value:g}' if value else ''}")
         return value
 
     def numbers(self, key: str, zero: bool = False) -> Sequence[float]:
@@ -373,8 +380,9 @@ class _Table:
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, f"expected a whole number above 0, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            limit = f", of at most {_MOST:,}" if isinstance(value, int) and value > _MOST else ""
+            raise self.error(key, f"expected a whole number above 0{limit}, got {value!r}")
         return value
 
     def text(self, key: str) -> str:
@@ -502,7 +510,7 @@ def _link(t: _Table) -> Link:
     bandwidth = t.positive("link_gbs") * 1e9
     by = t.table("bus_gbs_by") if "bus_gbs_by" in t.values else None
     sizes = tuple((int(n), by.positive(n) * 1e9) for n in by.values if n.isdecimal()) if by else ()
-    bus, slows = t.figure("bus_gbs", bandwidth / 1e9) * 1e9, t.figure("compute_share", 0.0)
+    bus, slows = t.positive("bus_gbs", bandwidth / 1e9) * 1e9, t.figure("compute_share", 0.0, most=1.0)
     return Link(bandwidth, t.figure("link_us") * 1e-6, bus, sizes, slows)
 
 
