@@ -250,7 +250,7 @@ def load(model: ModelSource, *given: Any, **settings: Any) -> Model:
     dtype = None if options.dtype is None else dtype_named(options.dtype)
     made = _read(model, options)
     if dtype is Float32 and _precision(options.precision).products != "fp32":  # the step keeps its 16 bits
-        made, dtype = made.with_dtype(dtype), None
+        made, dtype = made.with_dtype(Float32), None
     loss = options.loss
     if loss is None and isinstance(model, str | os.PathLike | Mapping):
         loss = own_loss(model)

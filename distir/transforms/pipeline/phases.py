@@ -130,6 +130,17 @@ def replica_axes(function: Function) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _leading(function: Function, backward: Collection[Op], again: Collection[Value]) -> set[Value]:
+    """The values of the forward pass that lead to ops which are differentiated. A backward op of what makes them is not
+    of the loss, though it may need no gradient: it transposes a saved value, for example."""
+    differentiated = {op.of for op in backward if op.outputs[0] not in again}
+    found: set[Value] = set()
+    for op in reversed(function.ops):
+        if op not in backward and (op in differentiated or not found.isdisjoint(op.outputs)):
+            found.update(op.inputs)
+    return found
+
+
 @cached
 def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
     """The phase of every op of a program that is placed but not scheduled."""
@@ -137,7 +148,14 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
     if rules.loss_gradient == FORWARD:
         again = copies(function)
         made = {v for op in backward for v in op.outputs if v not in again}
-        start = {op for op in backward if op.outputs[0] not in again and made.isdisjoint(op.inputs)}
+        leads = _leading(function, backward, again)
+        start = {
+            op
+            for op in backward
+            if op.outputs[0] not in again
+            and made.isdisjoint(op.inputs)
+            and (op.of is None or leads.isdisjoint(op.of.outputs))
+        }
         needed = {v for op in start for v in op.inputs}
         for op in reversed(function.ops):
             if op.outputs[0] in again and not needed.isdisjoint(op.outputs):

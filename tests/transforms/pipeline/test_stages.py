@@ -12,17 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distir.ir import Function, FunctionMaker, Op
+from distir.api.model import load
+from distir.ir import Device, Function, FunctionMaker, Mesh, Op
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
 from distir.ir.type import Float64, Tensor
 from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
+from distir.transforms.parallel3d import distribute
 from distir.transforms.pipeline import partition
 from distir.transforms.pipeline.partition import balanced, balanced_cut, choices, ways
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
 from distir.transforms.pipeline.stages import PLAIN, Follows, StageCost, backward_stages, cut_stages
+from distir.transforms.plan import Plan as Settings
 from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
 
 costs = st.lists(st.integers(0, 20), min_size=1, max_size=9)
@@ -302,3 +305,15 @@ def test_a_gradient_that_several_stages_need_whole_is_gathered_on_the_last_of_th
         stage = dict(forward)
         backward_stages([made, gather, *[Follows[int](op, of, False, (1,), ()) for op, of in users]], stage, 4)
         assert [stage[op] for op in range(4)] == [3, 2, 2, 0]
+
+
+def test_the_loss_gradient_alone_counts_with_the_forward_pass() -> None:
+    """Not what transposes saved values of attention, which needs no gradient either: else stages end up on the last."""
+    text = "gpt:layers=4,hidden=32,heads=4,seq=16,batch=8,vocab=32,attention=unfused"
+    step = load(text, loss="cross-entropy").function
+    for start in ("backward", "forward"):
+        plan = Settings(pp=4, microbatches=2, loss_gradient=start)
+        made = distribute(step, plan, [Device("cpu", i) for i in range(4)])
+        found = {v.name: v.type.device for v in made.program.inputs if isinstance(v.type, Tensor)}
+        stages = [found[f"{k}.mlp.in.weight"] for k in range(4)]
+        assert [home.name if isinstance(home, Mesh) else "" for home in stages] == [f"stage{k}" for k in range(4)]
