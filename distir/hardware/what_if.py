@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from distir.ir.errors import UsageError
 from distir.ir.host_runtime import Runtime
+from distir.ir.measured import Measured
 from distir.ir.topology import Algorithm, DeviceSpec, Link, OpSpeed, Topology
 
 RATES = {
     "compute": "FLOP/s of the devices",
-    "memory_bandwidth": "bytes/s of the devices' memory",
+    "memory_bandwidth": "bytes/s of the devices' memory, and of what the ranks of a host share",
     "link": "bytes/s of the links inside a node",
     "network": "bytes/s of the links between nodes",
 }
@@ -24,6 +25,8 @@ FIGURES = {**RATES, **SECONDS}
 """What may be changed."""
 MOST = 1e9
 """The largest factor, and one over the least but 0."""
+_SOONEST = 1e-12
+"""The least seconds of a collective that was measured: between its points they are powers of the size."""
 Factors = Mapping[str, float]
 """By figure, a factor: of a rate 2 is twice as fast, of seconds 2 is twice as long and 0 is none."""
 
@@ -56,6 +59,8 @@ def changed(topology: Topology, factors: Factors) -> Topology:
         algorithms=tuple([_algorithm(a, factors) for a in r.algorithms]),
         over_nodes=tuple([_algorithm(a, factors) for a in r.over_nodes]),
         runtime=r.runtime and changed_runtime(r.runtime, factors),
+        measured=tuple([_measured(m, factors) for m in r.measured]),
+        sharing=r.sharing and r.sharing._replace(bandwidth=r.sharing.bandwidth * factors.get("memory_bandwidth", 1.0)),
     )
     return topology.altered(regular, spec, link)
 
@@ -97,6 +102,13 @@ def _link(old: Link, faster: float, factors: Factors) -> Link:
         bus=None if old.bus is None else old.bus * faster,
         bus_by=tuple([(size, x * faster) for size, x in old.bus_by]),
     )
+
+
+def _measured(old: Measured, factors: Factors) -> Measured:
+    """What the least bytes take is latency, the rest the link's."""
+    least, latency, faster = old.points[0][1], factors.get("latency", 1.0), factors.get("link", 1.0)
+    points = [(n, least * latency + (x - least) / faster) for n, x in old.points]
+    return old._replace(points=tuple([(n, max(x, _SOONEST)) for n, x in points]))
 
 
 def _algorithm(old: Algorithm, factors: Factors) -> Algorithm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,13 +12,14 @@ from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
 from distir.hardware.what_if import FIGURES, RATES, changed, changed_runtime
 from distir.ir.errors import UsageError
-from distir.ir.topology import Link
+from distir.ir.topology import CoreSharing, Link
 
 GPT = "gpt:layers=2,hidden=64,heads=4,seq=32,batch=16,vocab=256"
+MEASURED = str(Path(__file__).parents[1] / "measured_collectives.toml")
 PLAN = distir.Plan(dp=2, tp=2, pp=2, microbatches=2)
 
 
-@pytest.mark.parametrize("cluster", ["dgx-a100", "cpu-2core", "selene-a100", "distir-v100-x4"])
+@pytest.mark.parametrize("cluster", ["dgx-a100", "cpu-2core", "selene-a100", "distir-v100-x4", MEASURED])
 def test_with_everything_twice_as_fast_a_step_takes_half(cluster):
     model = distir.load(GPT, loss="cross-entropy")
     factors = {name: 2.0 if name in RATES else 0.5 for name in FIGURES}
@@ -52,6 +54,31 @@ def test_rails_are_of_the_network():
     topology = distir.Topology(replace(regular, rails=8, rail_link=Link(4e9, 1e-5)))
     new = changed(topology, {"network": 2, "link": 3, "latency": 0.5})
     assert new.link(new.devices[0], new.devices[8])[:2] == (8e9, 5e-6)
+
+
+def test_of_measured_collectives_the_least_seconds_are_latency():
+    topology = load_cluster(MEASURED)
+    measured = topology.group(topology.devices[:2]).measured[0]
+    least = measured.points[0][1]
+
+    def seconds(size: float, **factors: float) -> float:
+        new = changed(topology, factors)
+        return new.group(new.devices[:2]).measured[0].seconds(size)
+
+    for size, before in measured.points:
+        assert seconds(size, link=4) == pytest.approx(least + (before - least) / 4)
+        assert seconds(size, latency=0) == pytest.approx(max(1e-12, before - least))
+
+
+def test_memory_that_ranks_share_changes_with_the_devices_memory():
+    topology = load_cluster("cpu-2core")
+    regular = topology.regular
+    assert regular is not None
+    shared = distir.Topology(replace(regular, sharing=CoreSharing(2, bandwidth=4e9)))
+    new = changed(shared, {"memory_bandwidth": 3.0}).regular
+    assert new is not None
+    assert new.sharing is not None
+    assert new.sharing.bandwidth == 12e9
 
 
 def test_links_and_devices_set_by_hand():
