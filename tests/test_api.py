@@ -478,6 +478,18 @@ def test_what_is_said_where_adamw_may_have_made_much_of_rounding(step, hint, mon
     assert ("float64 distinguishes" in (caught.value.hint or "")) is hint
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_said_where_16_bits_may_have_made_much_of_rounding(precision, monkeypatch):
+    found = Check(None, None, Difference("loss", 2e-5, 1e-5, 0))
+    monkeypatch.setattr("distir.api.running.compare", lambda *_: found)
+    model = distir.load(
+        "gpt:layers=1,hidden=8,heads=2,seq=4,vocab=8,batch=4", loss="cross-entropy", precision=precision
+    )
+    with pytest.raises(MismatchError) as caught:
+        distir.run(model, distir.Plan(dp=2), backend="numpy", check=True)
+    assert ("widens all of the step" in (caught.value.hint or "")) is (precision == "bf16")
+
+
 def test_a_failed_check_raises(trained, monkeypatch):
     """Through `run`: the reference executor, told to go wrong on device 1."""
     right = SequentialExecutor.compute

@@ -33,6 +33,7 @@ from distir.hardware import this_host
 from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError
 from distir.ir.files import check_writable
 from distir.ir.function import Function, Value
+from distir.ir.type import Tensor
 from distir.runtime.checkpoint import Saving, updated_inputs
 from distir.runtime.finite import ALL_FINITE, FiniteWatch, diverged, name_of, reject_nonfinite
 from distir.runtime.job import Job, JobCallbacks, OnStep, ignore
@@ -219,10 +220,20 @@ def _check(model: Model, job: Job, done: Outcome, prediction: Prediction, on_che
                 f"the run differs from the sequential one: {first}", "without --compile the op at fault is named"
             )
         where = _locate(job if first.step is None else replace(job, steps=first.step + 1), prediction)
-        adam = first.step != job.first and isinstance(model.optimizer, AdamW)
-        hint = "AdamW magnifies the rounding of gradients near its eps: float64 distinguishes rounding from an error"
-        raise MismatchError(f"the run differs from the sequential one: {first}; {where}", hint if adam else None)
+        hint = None
+        if first.step != job.first and isinstance(model.optimizer, AdamW):
+            hint = (
+                "AdamW magnifies the rounding of gradients near its eps: float64 distinguishes rounding from an error"
+            )
+        elif _in_16_bits(model.function):
+            hint = "a norm of few numbers, for one, magnifies rounding in 16 bits: dtype float64 widens all of the step"
+        raise MismatchError(f"the run differs from the sequential one: {first}; {where}", hint)
     return comparison
+
+
+def _in_16_bits(function: Function) -> bool:
+    types = {v.type for op in function.ops for v in op.outputs}
+    return any([isinstance(t, Tensor) and t.dtype.floating and t.dtype.size == 2 for t in types])
 
 
 def _check_memory(prediction: Prediction, backend: str, ranks: int) -> None:
