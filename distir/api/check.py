@@ -29,7 +29,7 @@ from distir.api.differences import (
 )
 from distir.executor.reference.sequential import fit, unfit
 from distir.ir.function import Function, Value
-from distir.ir.type import Float32, Float64, Tensor
+from distir.ir.type import DType, Float32, Float64, Tensor
 from distir.runtime.outcome import Outcome
 from distir.transforms.rewriting.matching import epsilon
 
@@ -209,9 +209,14 @@ def _tolerance(function: Function) -> Tolerance:
     loss is a single number, in which the perturbed run may come near to the unperturbed one by chance."""
     types = {v.type.dtype for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.floating}
     found = _EXACT if types <= {Float64} else _SINGLE if types <= {Float32, Float64} else _ROUGH
-    made = {v.type.dtype for op in function.ops for v in op.outputs if isinstance(v.type, Tensor)}
-    narrow = max([epsilon(t) for t in made if t.floating and t.size == 2], default=0.0)
+    narrow = max(map(epsilon, types_of_16_bits(function)), default=0.0)
     return found._replace(outputs=max(found.outputs, narrow / _PART))
+
+
+def types_of_16_bits(function: Function) -> set[DType]:
+    """The floating-point types of 16 bits among those of what a program computes."""
+    made = {v.type.dtype for op in function.ops for v in op.outputs if isinstance(v.type, Tensor)}
+    return {t for t in made if t.floating and t.size == 2}
 
 
 def _outputs(

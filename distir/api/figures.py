@@ -1,13 +1,12 @@
-"""Figures of a program that do not depend on a cluster: its parameters by type, and its FLOPs."""
+"""Figures of a program: its parameters by type, and its FLOPs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from distir.executor.cost_model.model_flops import model_flops
-from distir.executor.cost_model.seconds import CostModel, computed_in
+from distir.executor.cost_model.seconds import CostModel, computed_in, work
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, type_of
 from distir.ir.type import Tensor
@@ -56,41 +55,61 @@ def parameters_line(function: Function) -> str:
 
 def flops(function: Function) -> float:
     """The FLOPs of one run of a program, on all devices together: two for a multiply-add, one a point of other ops."""
-    return _flops(function.ops, {}, {})
-
-
-def model_work(function: Function, cost: CostModel) -> tuple[float, float]:
-    """The FLOPs of a step's products, convolutions and attention, and the seconds of one device at its peak for them
-    (`model_flops`); attention that is written out counts as fused."""
-    return model_flops(fuse(function) if form_of(function) == SEQUENTIAL else function, cost)
+    return flops_of(function.ops)
 
 
 def flops_of(ops: Iterable[Op]) -> float:
     """The FLOPs of some ops, as `flops` counts them."""
-    return _flops(ops, {}, {})
+    return _total(ops, _flops, {}, {})
 
 
-def _flops(ops: Iterable[Op], done: dict[Function, float], known: dict[object, float]) -> float:
-    """`known`: the FLOPs of each kind of op, layers being alike."""
+def model_work(function: Function, cost: CostModel) -> tuple[float, float]:
+    """The FLOPs of a step's matrix products, convolutions and attention, and the seconds that one device, the cluster's
+    first, needs for them at the peak of their dtype; the score matrix of causal attention counts by half, and attention
+    that is written out as fused.
+
+    Divided by the seconds of a step and the number of devices the latter is model FLOPs utilization (Chowdhery et al.,
+    "PaLM", 2022, appendix B): of a sequential program, as what a plan repeats, recomputes or pads counts nothing. One
+    that is distributed already has what all its devices compute.
+    """
+    what = cost.topology.spec(cost.topology.devices[0])
+
+    def flops(op: Op) -> float:
+        if not op.spec.kernel:
+            return 0.0
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        return work(op.spec, op.attributes, ins, outs, cost.zigzag)[0]
+
+    def ideal(op: Op) -> float:
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        return flops(op) / cost.peak(op.spec, ins, outs, what) if op.spec.kernel else 0.0
+
+    ops = (fuse(function) if form_of(function) == SEQUENTIAL else function).ops
+    return _total(ops, flops, {}, {}), _total(ops, ideal, {}, {})
+
+
+def _total(
+    ops: Iterable[Op], of: Callable[[Op], float], done: dict[Function, float], known: dict[object, float]
+) -> float:
+    """What `of` says of an op on one device, summed over ops and devices. `known`: by kind, as layers are alike."""
     total = 0.0
     for op in ops:
         if op.callee is not None:
             if op.callee not in done:
-                done[op.callee] = _flops(op.callee.ops, done, known)
+                done[op.callee] = _total(op.callee.ops, of, done, known)
             total += done[op.callee]
         elif op.spec.comm is None:
             key = op.spec, op.attributes.form, *map(type_of, op.inputs)
             if key not in known:
-                known[key] = _work(op)
+                homes = [t.device for v in op.outputs if isinstance(t := v.type, Tensor)]
+                known[key] = of(op) * max([len(home.devices) for home in homes if isinstance(home, Mesh)], default=1)
             total += known[key]
     return total
 
 
-def _work(op: Op) -> float:
+def _flops(op: Op) -> float:
     shapes = ([t.shape for v in row if isinstance(t := v.type, Tensor)] for row in (op.inputs, op.outputs))
-    homes = [t.device for v in op.outputs if isinstance(t := v.type, Tensor)]
-    devices = max([len(home.devices) for home in homes if isinstance(home, Mesh)], default=1)
-    return op.spec.flops(op.attributes, *shapes) * devices
+    return op.spec.flops(op.attributes, *shapes)
 
 
 def count(x: float) -> str:

@@ -246,17 +246,15 @@ def load(model: ModelSource, *given: Any, **settings: Any) -> Model:
     if len(given) > len(names):
         raise UsageError(f"load takes a model, {' and '.join(names)}, then keywords: {len(given)} arguments are given")
     options = load_options({**dict(zip(names, given, strict=False)), **settings})
-    _check_precision(options)
-    dtype = None if options.dtype is None else dtype_named(options.dtype)
+    first, last = _dtypes(options)
     made = _read(model, options)
-    if dtype is Float32 and _precision(options.precision).products != "fp32":  # the step keeps its 16 bits
-        made, dtype = made.with_dtype(Float32), None
+    made = made if first is None else made.with_dtype(first)
     loss = options.loss
     if loss is None and isinstance(model, str | os.PathLike | Mapping):
         loss = own_loss(model)
     if loss not in (None, NO_LOSS):
         made = made.training(loss, options.optimizer, options.output, options.precision)
-    return made if dtype is None else made.with_dtype(dtype)
+    return made if last is None else made.with_dtype(last)
 
 
 def load_options(settings: Mapping[str, Any]) -> LoadOptions:
@@ -268,14 +266,23 @@ def load_options(settings: Mapping[str, Any]) -> LoadOptions:
     return LoadOptions(**settings)
 
 
-def _check_precision(options: LoadOptions) -> None:
-    """Raises UsageError for mixed precision of a model that is to have 16 bits as a whole."""
-    products = _precision(options.precision).products
-    if options.dtype is not None and products != "fp32" and (dtype := dtype_named(options.dtype)).size < 4:
+def _dtypes(options: LoadOptions) -> tuple[DType | None, DType | None]:
+    """The types that the model gets before it is made a training step, and that all of the step gets; None as it is.
+
+    In mixed precision float32 is that of the model, whose step keeps its 16 bits; float64 widens all of the step.
+    Raises UsageError for mixed precision of a model that is to have 16 bits as a whole.
+    """
+    if options.dtype is None:
+        return None, None
+    dtype, products = dtype_named(options.dtype), _precision(options.precision).products
+    if products == "fp32":
+        return None, dtype
+    if dtype.size < 4:
         raise UsageError(
             f"precision {products} keeps weights in float32, dtype {dtype} makes them {dtype}, too",
             f"leave out --dtype for mixed precision, --precision for a model in {dtype} as a whole",
         )
+    return (dtype, None) if dtype is Float32 else (None, dtype)
 
 
 def _read(model: ModelSource, options: LoadOptions) -> Model:

@@ -59,8 +59,8 @@ class Prediction:
     @cached_property
     def utilization(self) -> float:
         """Model FLOPs utilization: the share of the devices' peak FLOP/s that the matrix products, convolutions and
-        attention of the model as it was loaded use (`distir.executor.cost_model.model_flops`), on average; 0 for a step
-        that takes no time.
+        attention of the model as it was loaded use (`distir.api.figures.model_work`), on average; 0 for a step that
+        takes no time.
         """
         _, ideal = model_work(self.source, self.simulation.program.cost)
         devices = sum(self.simulation.program.classes.sizes)

@@ -12,7 +12,7 @@ import numpy as np
 
 from distir.api.batches import Workload, plan_work
 from distir.api.callbacks import RunCallbacks, takes_changes, with_changes
-from distir.api.check import Check, compare
+from distir.api.check import Check, compare, types_of_16_bits
 from distir.api.comparison import start_profile
 from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.data import Data
@@ -33,7 +33,6 @@ from distir.hardware import this_host
 from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError
 from distir.ir.files import check_writable
 from distir.ir.function import Function, Value
-from distir.ir.type import Tensor
 from distir.runtime.checkpoint import Saving, updated_inputs
 from distir.runtime.finite import ALL_FINITE, FiniteWatch, diverged, name_of, reject_nonfinite
 from distir.runtime.job import Job, JobCallbacks, OnStep, ignore
@@ -225,15 +224,10 @@ def _check(model: Model, job: Job, done: Outcome, prediction: Prediction, on_che
             hint = (
                 "AdamW magnifies the rounding of gradients near its eps: float64 distinguishes rounding from an error"
             )
-        elif _in_16_bits(model.function):
+        elif types_of_16_bits(model.function):
             hint = "a norm of few numbers, for one, magnifies rounding in 16 bits: dtype float64 widens all of the step"
         raise MismatchError(f"the run differs from the sequential one: {first}; {where}", hint)
     return comparison
-
-
-def _in_16_bits(function: Function) -> bool:
-    types = {v.type for op in function.ops for v in op.outputs}
-    return any([isinstance(t, Tensor) and t.dtype.floating and t.dtype.size == 2 for t in types])
 
 
 def _check_memory(prediction: Prediction, backend: str, ranks: int) -> None:

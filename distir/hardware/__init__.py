@@ -519,5 +519,4 @@ def _algorithm(t: _Table) -> Algorithm:
     if kind not in ("ring", "tree", "in-network"):
         raise t.error("kind", f"expected ring, tree or in-network, got {kind!r}")
     base, intra, inter = (t.figure(key) * 1e-6 for key in ("base_us", "intra_us", "inter_us"))
-    share = t.positive("share") if "share" in t.values else 1.0
-    return Algorithm(kind, base, intra, inter, share, t.figure("saturation", 0.0))
+    return Algorithm(kind, base, intra, inter, t.positive("share", 1.0), t.figure("saturation", 0.0))

@@ -78,7 +78,7 @@ def _sweep(
 
     `totals` are sums over microbatches that some op takes whole. What takes one, or what is made of it, beside what
     comes late waits for it; so does what passes it on, if that, too, is taken whole (then no other sum need be kept):
-    such sums are added, for a sweep that goes by them.
+    such sums are added, for a sweep that goes by them. This one then only looks for more of them: its result is void.
     """
     state: list[Placement] = [REPLICATE] * len(graph.values)
     after: set[int] = set()  # values that are complete only after all microbatches
@@ -107,7 +107,7 @@ def _sweep(
         if late:
             sums = [v for v in ins if v in after]
             wrong = any([p is not REPLICATE for p in have]) or (options and _splits_but_for(sums, ins, have, options))
-            if wrong and len(totals) == count:  # else there will be another sweep, and this one looks for more sums
+            if wrong and len(totals) == count:
                 return mappings, sums
             after.update(outs)
             continue

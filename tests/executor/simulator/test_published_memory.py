@@ -8,21 +8,20 @@ embedding. Pipelines get as few microbatches as fill them.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from distir.executor.simulator.categories import ACTIVATION, GRADIENT, PARAMETER, STATE
 from distir.transforms.plan import Plan
+from tests.executor.cost_model.test_measured_collectives import SHARED, rows
 from tests.executor.simulator.test_activations import model, simulated
 
-FILE = Path(__file__).parents[4] / "shared" / "accuracy" / "korthikanti_memory_gib.csv"
+FILE = "korthikanti_memory_gib.csv"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not FILE.exists(), reason="no published figures: ../shared is absent"),
+    pytest.mark.skipif(not SHARED.exists(), reason="no published figures: ../shared is absent"),
 ]
 CLOSE = 0.05
 TP = 8
@@ -53,9 +52,7 @@ MODES = {
 
 def published(name: str, mode: str) -> float:
     """GiB."""
-    with FILE.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    (found,) = [float(row["paper_gib"]) for row in rows if (row["model"], row["mode"]) == (name, mode)]
+    (found,) = [float(row["paper_gib"]) for row in rows(FILE) if (row["model"], row["mode"]) == (name, mode)]
     return found
 
 
