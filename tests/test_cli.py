@@ -15,9 +15,11 @@ import onnx
 import onnxruntime
 import pytest
 
+import distir
 from distir.cli import interrupt, main
 from distir.ir import parse, same
 from distir.ir.errors import ModelError
+from distir.ir.type import Tensor
 from tests.importer.models import model, node
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -986,6 +988,13 @@ def test_settings_of_training_that_do_not_fit(cli, flags, message):
     code, _, err = cli("simulate", GPT, *TRAIN, *flags.split(), "--cluster", "dgx-a100")
     assert code == 2
     assert err.startswith(f"distir: error: {message}")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_float64_widens_all_of_a_step_in_mixed_precision(precision):
+    model = distir.load(GPT, {"batch": 8}, loss="cross-entropy", precision=precision, dtype="float64")
+    types = [v.type for op in model.function.ops for v in op.outputs]
+    assert {t.dtype.name for t in types if isinstance(t, Tensor) and t.dtype.floating} == {"f64"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

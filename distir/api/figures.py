@@ -10,8 +10,6 @@ from distir.executor.cost_model.seconds import CostModel, computed_in, work
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, type_of
 from distir.ir.type import Tensor
-from distir.transforms.passes import SEQUENTIAL, form_of
-from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import weights
 
 _UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -65,8 +63,7 @@ def flops_of(ops: Iterable[Op]) -> float:
 
 def model_work(function: Function, cost: CostModel) -> tuple[float, float]:
     """The FLOPs of a step's matrix products, convolutions and attention, and the seconds that one device, the cluster's
-    first, needs for them at the peak of their dtype; the score matrix of causal attention counts by half, and attention
-    that is written out as fused.
+    first, needs for them at the peak of their dtype; the score matrix of causal attention counts by half.
 
     Divided by the seconds of a step and the number of devices the latter is model FLOPs utilization (Chowdhery et al.,
     "PaLM", 2022, appendix B): of a sequential program, as what a plan repeats, recomputes or pads counts nothing. One
@@ -84,8 +81,7 @@ def model_work(function: Function, cost: CostModel) -> tuple[float, float]:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         return flops(op) / cost.peak(op.spec, ins, outs, what) if op.spec.kernel else 0.0
 
-    ops = (fuse(function) if form_of(function) == SEQUENTIAL else function).ops
-    return _total(ops, flops, {}, {}), _total(ops, ideal, {}, {})
+    return _total(function.ops, flops, {}, {}), _total(function.ops, ideal, {}, {})
 
 
 def _total(

@@ -508,6 +508,11 @@ def test_a_program_is_priced_again_by_another_cost_model(table) -> None:
 # --- rows that cannot be predicted
 
 
+def test_a_row_without_source_is_listed_apart(table) -> None:
+    found = accuracy(table(GPT, {**GPT, "source": ""}))
+    assert [scored.row.source for scored in found.rows] == ["lab", "(no source)"]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
