@@ -84,6 +84,20 @@ def model_work(function: Function, cost: CostModel) -> tuple[float, float]:
     return _total(function.ops, flops, {}, {}), _total(function.ops, ideal, {}, {})
 
 
+def types_without_peak(function: Function, cost: CostModel) -> dict[str, str]:
+    """The dtypes that a program's matrix products, convolutions and attention compute in, and of which the cluster's
+    first device has no peak of its own: each with the dtype at whose speed it is predicted."""
+    what = cost.topology.spec(cost.topology.devices[0])
+    kinds = {
+        (tuple(map(type_of, op.inputs)), tuple(map(type_of, op.outputs)))
+        for f in (function, *function.callees())
+        for op in f.ops
+        if op.spec.kernel
+    }
+    names = {dtype.name for ins, outs in kinds if (dtype := computed_in(ins, outs)) is not None}
+    return {name: what.runs_as(name) for name in sorted(names) if not what.has(name)}
+
+
 def _total(
     ops: Iterable[Op], of: Callable[[Op], float], done: dict[Function, float], known: dict[object, float]
 ) -> float:

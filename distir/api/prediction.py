@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.api.figures import count, flops, model_work, parameters, parameters_line
+from distir.api.figures import count, flops, model_work, parameters, parameters_line, types_without_peak
 from distir.api.results import Summary, aligned, html_table, paragraphs, rates, seconds, size
 from distir.executor.simulator.labels import SEND
 from distir.executor.simulator.step_parts import StageParts, step_parts
@@ -65,6 +65,12 @@ class Prediction:
         _, ideal = model_work(self.source, self.simulation.program.cost)
         devices = sum(self.simulation.program.classes.sizes)
         return ideal / (self.step_seconds * devices) if self.step_seconds else 0.0
+
+    @cached_property
+    def without_peak(self) -> dict[str, str]:
+        """The dtypes of the model's products of which the devices have no peak, such as bf16 on V100, each with the
+        dtype at whose speed it is predicted."""
+        return types_without_peak(self.source, self.simulation.program.cost)
 
     @property
     def step_seconds(self) -> float:
@@ -169,10 +175,14 @@ class Prediction:
         return f"step {self.step()}, {rates(self.samples_per_second, self.tokens_per_second)}"
 
     def head(self) -> list[str]:
-        """The model and its work, the plan, the cluster."""
+        """The model and its work, the plan, the cluster, and which dtypes the cluster's devices have no peak of."""
         work = f"{parameters_line(self.source)}, {count(self.flops)}FLOPs a step"
         first, *rest = self.summary.lines()
-        return [first, work, *rest, f"cluster {self.cluster}"]
+        without = [
+            f"the devices have no peak of {name}: its products are predicted at the speed of {other}"
+            for name, other in self.without_peak.items()
+        ]
+        return [first, work, *rest, f"cluster {self.cluster}", *without]
 
     def lines(self) -> list[str]:
         """Rates and utilization, communication by axis, memory of the worst rank."""
@@ -217,6 +227,7 @@ class Prediction:
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
             "utilization": self.utilization,
+            "without_peak": self.without_peak,
             "exposed": self.exposed,
             "fits": self.fits.ok,
             "memory": self.fits.message,

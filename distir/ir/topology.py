@@ -107,10 +107,13 @@ class DeviceSpec:
         return dict(self.ops).get((op, dtype.name)) if self.ops and dtype is not None else None
 
     def peak(self, dtype: DType | str | None) -> float:
-        """FLOP/s of a dtype; one that has no figure of its own runs at the speed of f32."""
+        """FLOP/s of a dtype; one that has no figure of its own runs at the speed of another (`runs_as`)."""
+        return dict(self.throughput)[self.runs_as(dtype.name if isinstance(dtype, DType) else dtype or "f32")]
+
+    def runs_as(self, dtype: str) -> str:
+        """The dtype at whose FLOP/s one runs: its own, else f32's, else the first that has a figure."""
         peaks = dict(self.throughput)
-        name = dtype.name if isinstance(dtype, DType) else dtype or "f32"
-        return peaks.get(name) or peaks.get("f32") or self.throughput[0][1]
+        return next((name for name in (dtype, "f32") if name in peaks), self.throughput[0][0])
 
     def has(self, dtype: str) -> bool:
         """Whether a dtype has a figure of its own."""

@@ -244,7 +244,7 @@ def test_fp8_is_of_products_of_weights(table) -> None:
     assert seconds[1] == seconds[2] < seconds[0]
     assert seconds[4] < seconds[3]
     (old,) = read_rows(table({**row, "cluster": "dgx-a100", "dtype": "fp8"}))
-    assert score(old).reason == "megatron+fp8: gpu has no peak of 8 bits"
+    assert score(old).reason == "megatron+fp8: the devices of dgx-a100 have no peak of 8 bits"
 
 
 def test_attention_may_be_another_kernel_than_the_runtimes(table) -> None:

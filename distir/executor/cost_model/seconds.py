@@ -70,8 +70,11 @@ class CostModel:
             and topology.devices
             and not topology.spec(topology.devices[0]).has(_FP8)
         ):
-            kind = topology.devices[0].kind
-            raise UsageError(f"{runtime.name}: {kind} has no peak of 8 bits", "peak_tflops.f8 of a cluster's TOML file")
+            device = topology.regular.name if topology.regular is not None else topology.devices[0].kind
+            raise UsageError(
+                f"{runtime.name}: the devices of {device} have no peak of 8 bits",
+                "peak_tflops.f8 of its TOML file",
+            )
 
     @staticmethod
     def distir2021(topology: Topology) -> CostModel:
