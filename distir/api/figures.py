@@ -61,27 +61,26 @@ def flops_of(ops: Iterable[Op]) -> float:
     return _total(ops, _flops, {}, {})
 
 
-def model_work(function: Function, cost: CostModel) -> tuple[float, float]:
-    """The FLOPs of a step's matrix products, convolutions and attention, and the seconds that one device, the cluster's
-    first, needs for them at the peak of their dtype; the score matrix of causal attention counts by half.
+def product_flops(function: Function, cost: CostModel) -> float:
+    """The FLOPs of a step's matrix products, convolutions and attention; the score matrix of causal attention counts by
+    half."""
+    return _total(function.ops, lambda op: _product_flops(op, cost), {}, {})
 
-    Divided by the seconds of a step and the number of devices the latter is model FLOPs utilization (Chowdhery et al.,
-    "PaLM", 2022, appendix B): of a sequential program, as what a plan repeats, recomputes or pads counts nothing. One
-    that is distributed already has what all its devices compute.
+
+def seconds_at_peak(function: Function, cost: CostModel) -> float:
+    """The seconds that one device, the cluster's first, needs for `product_flops` at the peak of their dtype.
+
+    Divided by the seconds of a step and the number of devices that is model FLOPs utilization (Chowdhery et al.,
+    "PaLM", 2022, appendix B): of a sequential program, as what a plan repeats, recomputes or pads counts nothing. A
+    program that is distributed already has what all its devices compute.
     """
     what = cost.topology.spec(cost.topology.devices[0])
 
-    def flops(op: Op) -> float:
-        if not op.spec.kernel:
-            return 0.0
-        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        return work(op.spec, op.attributes, ins, outs, cost.zigzag)[0]
-
     def ideal(op: Op) -> float:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        return flops(op) / cost.peak(op.spec, ins, outs, what) if op.spec.kernel else 0.0
+        return _product_flops(op, cost) / cost.peak(op.spec, ins, outs, what) if op.spec.kernel else 0.0
 
-    return _total(function.ops, flops, {}, {}), _total(function.ops, ideal, {}, {})
+    return _total(function.ops, ideal, {}, {})
 
 
 def types_without_peak(function: Function, cost: CostModel) -> dict[str, str]:
@@ -115,6 +114,11 @@ def _total(
                 known[key] = of(op) * max([len(home.devices) for home in homes if isinstance(home, Mesh)], default=1)
             total += known[key]
     return total
+
+
+def _product_flops(op: Op, cost: CostModel) -> float:
+    ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+    return work(op.spec, op.attributes, ins, outs, cost.zigzag)[0] if op.spec.kernel else 0.0
 
 
 def _flops(op: Op) -> float:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.api.figures import count, flops, model_work, parameters, parameters_line, types_without_peak
+from distir.api.figures import count, flops, parameters, parameters_line, seconds_at_peak, types_without_peak
 from distir.api.results import Summary, aligned, html_table, paragraphs, rates, seconds, size
 from distir.executor.simulator.labels import SEND
 from distir.executor.simulator.step_parts import StageParts, step_parts
@@ -59,10 +59,10 @@ class Prediction:
     @cached_property
     def utilization(self) -> float:
         """Model FLOPs utilization: the share of the devices' peak FLOP/s that the matrix products, convolutions and
-        attention of the model as it was loaded use (`distir.api.figures.model_work`), on average; 0 for a step that
-        takes no time.
+        attention of the model as it was loaded use (`distir.api.figures.seconds_at_peak`), on average; 0 for a
+        step that takes no time.
         """
-        _, ideal = model_work(self.source, self.simulation.program.cost)
+        ideal = seconds_at_peak(self.source, self.simulation.program.cost)
         devices = sum(self.simulation.program.classes.sizes)
         return ideal / (self.step_seconds * devices) if self.step_seconds else 0.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distir.api.compilation import Cluster, check_8_bits, cost_model, describe
-from distir.api.figures import model_work
+from distir.api.figures import product_flops, seconds_at_peak
 from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.model import Model, loads
 from distir.api.results import size
@@ -198,7 +198,8 @@ class _Result(NamedTuple):
     def table(self, gpus: int, top: int, elapsed: float) -> PlanTable:
         """The `top` best and the families, after a search of so many seconds."""
         setting, state, short = self.setting, self.state, self.short
-        done = StepWork(setting.batch, setting.model.tokens, *model_work(setting.model.function, setting.cost))
+        work = setting.model.function, setting.cost
+        done = StepWork(setting.batch, setting.model.tokens, product_flops(*work), seconds_at_peak(*work))
         bound = state.bound if not state.violations else 0.0  # a bound that did not hold says nothing of others
 
         def row(x: Simulated, family: str | None, certain: bool) -> PlanRow:

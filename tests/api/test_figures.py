@@ -21,7 +21,9 @@ def test_a_plan_has_the_parameters_and_flops_of_its_model(d: int, h: int, p: int
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", {"bf16": "f32"}), ("fp16", {}), ("fp32", {})])
-def test_a_prediction_names_the_dtypes_that_the_devices_have_no_peak_of(precision: str, expected: dict) -> None:
+def test_a_prediction_names_the_dtypes_that_the_devices_have_no_peak_of(
+    precision: str, expected: dict[str, str]
+) -> None:
     model = distir.load("gpt:layers=1,hidden=64,heads=2,seq=16,vocab=64,batch=2").training(
         "cross-entropy", precision=precision
     )

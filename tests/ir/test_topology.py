@@ -39,6 +39,8 @@ def test_figures_of_a_device() -> None:
     d = topology.add_device("gpu", {"f32": 2.0, "bf16": 8.0}, 3.0, 0.5, memory=100)
     spec = topology.spec(d)
     assert (spec.peak("bf16"), spec.peak("f64"), spec.peak(None)) == (8.0, 2.0, 2.0)
+    narrow = topology.spec(topology.add_device("gpu", {"bf16": 8.0, "f16": 4.0}))
+    assert (narrow.runs_as("f16"), narrow.peak("f64"), narrow.peak(None)) == ("f16", 8.0, 8.0)
     assert (spec.dram_bandwidth, spec.kernel_launch_overhead, spec.memory) == (3.0, 0.5, 100)
     with pytest.raises(UsageError, match="positive figures"):
         topology.add_device("gpu", throughput=0.0)

@@ -70,11 +70,9 @@ class CostModel:
             and topology.devices
             and not topology.spec(topology.devices[0]).has(_FP8)
         ):
-            device = topology.regular.name if topology.regular is not None else topology.devices[0].kind
-            raise UsageError(
-                f"{runtime.name}: the devices of {device} have no peak of 8 bits",
-                "peak_tflops.f8 of its TOML file",
-            )
+            of = f" of {topology.regular.name}" if topology.regular is not None else ""
+            hint = "peak_tflops.f8 of a cluster's TOML file"
+            raise UsageError(f"{runtime.name}: the devices{of} have no peak of 8 bits", hint)
 
     @staticmethod
     def distir2021(topology: Topology) -> CostModel:
