@@ -30,13 +30,16 @@ class Quotient(NamedTuple):
 
 def quotient(graph: Graph, full: View, rounds: int = 2) -> Quotient:
     """The view with one op for each kind, and its count: ops whose kind and mappings are equal, and those of their
-    neighbours up to `rounds` steps away, are merged (colour refinement).
+    neighbours up to `rounds` steps away, are merged (colour refinement). Which addend of a sum a value is does not
+    tell it from the others: a norm over all gradients would tell all layers apart.
     """
     import numpy as np
 
     # a colour is a hash, of 64 bits, of all that two ops, or values, must have in common
     op_colours, value_colours = _of_ops(full), _of_values(graph, full)
     taken, given = graph.edges
+    sums = np.array([sig.spec.addends for sig in full.sigs], bool)
+    taken = taken._replace(slots=np.where(sums[taken.ops], 0, taken.slots))
     for _ in range(rounds):
         beside = value_colours * _ODD
         for edges, where in ((given, 1), (taken, 2)):

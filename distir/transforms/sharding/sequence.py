@@ -9,7 +9,7 @@ between. Where another axis splits the sequence (context parallelism), each of i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from distir.ir.spec import FactorMapping
 from distir.ir.type import REPLICATE, SUM, Placement
@@ -56,14 +56,14 @@ def _shard(
 ) -> Placed | None:
     placed = split.placed
     groups = {c: k for k, c in enumerate(sequences, _SPLIT + 1)}
-    rows: list[_Row] = []
     learned = closure(graph, graph.weights, forward=True)
+    known: dict[tuple[int, int, bool], _Row] = {}  # by ids: ops of one kind have their rows in common
+    rows: list[_Row] = []
     for j, (mapping, row) in enumerate(zip(placed.mappings, classes.mappings, strict=True)):
-        through = [c for _, c in row]
-        free: list[tuple[FactorMapping | None, int]] = []
-        if mapping is None and j in learned:  # tables and masks would be gathered for each use
-            free = [(s, groups[c]) for s, c in row if c in groups and through.count(c) == 1]
-        rows.append([(None, _SPLIT), *free] if free else [] if mapping is None else [(mapping, _SPLIT)])
+        key = id(mapping), id(row), j in learned  # tables and masks would be gathered for each use
+        if key not in known:
+            known[key] = _row(mapping, row, groups if key[2] else {})
+        rows.append(known[key])
     full = view(graph, rows, shares(graph, batch))
     small = quotient(graph, full)
     whole = {v: REPLICATE for v in graph.inputs if v not in placed.inputs}
@@ -87,6 +87,16 @@ def _shard(
         rows[j] = []
     inputs = {v: p for v, p in found.inputs.items() if left.isdisjoint([j for j, _ in full.users[v]])}
     return place_all(full, n, chosen, whole, found._replace(inputs=inputs))
+
+
+def _row(mapping: FactorMapping | None, row: _Row, groups: Mapping[int, int]) -> _Row:
+    """The mappings that an op may take: the one of tensor parallelism, else those of the sequence's classes, or none.
+    `groups`: of these classes."""
+    if mapping is not None:
+        return [(mapping, _SPLIT)]
+    through = [c for _, c in row]
+    free = [(s, groups[c]) for s, c in row if c in groups and through.count(c) == 1]
+    return [(None, _SPLIT), *free] if free else []
 
 
 def _worthwhile(v: View, ops: Collection[int], scattering: Set[int]) -> list[int]:

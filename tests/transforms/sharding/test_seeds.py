@@ -47,6 +47,7 @@ class Model(NamedTuple):
     ffn: float = 3.25
     tied: bool = False
     flat: bool = False
+    clip: float | None = None
 
     def step(self, batch: int) -> Function:
         width = self.heads * self.size
@@ -55,7 +56,7 @@ class Model(NamedTuple):
         else:
             sizes = self.layers, width, self.heads, self.kv, int(self.ffn * width), self.vocabulary, self.sequence
             made = llama(*sizes, batch, self.tied, self.flat)
-        return decompose(fuse(training_step(made, "cross-entropy", AdamW(0.01))), True)
+        return decompose(fuse(training_step(made, "cross-entropy", AdamW(0.01, clip_norm=self.clip))), True)
 
 
 @st.composite
@@ -74,6 +75,7 @@ def models(draw: Any) -> Model:
         draw(st.sampled_from((2, 2.5, 3.25, 4))),
         draw(st.booleans()),
         draw(st.booleans()),
+        draw(st.sampled_from((None, 1.0))),
     )
 
 
@@ -150,10 +152,11 @@ def test_ops_of_equal_layers_are_placed_as_each_would_be(model: Model, layers: i
     assert found.placed.collectives == alone.collectives
 
 
-def test_a_quotient_does_not_grow_with_the_layers() -> None:
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_quotient_does_not_grow_with_the_layers(clip: float | None) -> None:
     found: list[int] = []
     for layers in (4, 5, 9):
-        source = Model(2, heads=4, size=4, kv=2, layers=layers, vocabulary=64, sequence=4, ffn=2).step(2)
+        source = Model(2, heads=4, size=4, kv=2, layers=layers, vocabulary=64, sequence=4, ffn=2, clip=clip).step(2)
         graph = graph_of(source)
         full = view(graph, [[] for _ in graph.sigs], shares(graph))
         small = quotient(graph, full)
