@@ -91,16 +91,23 @@ def _of_values(graph: Graph, full: View) -> np.ndarray:
 
 
 def _of_ops(full: View) -> np.ndarray:
-    """Their colours to begin with: ops of one kind and with the same mappings are alike."""
+    """Their colours to begin with: ops of one kind and with the same mappings are alike. Attributes of ops on single
+    numbers, which cannot be split, do not tell them apart: the stream of a dropout's key would tell all layers."""
     import numpy as np
 
     known: dict[object, int] = {}
+    single = {
+        sig.number: -1 - known.setdefault((sig.spec, len(sig.ins), len(sig.outs)), len(known))
+        for sig in dict.fromkeys(full.sigs)
+        if not any([*sig.ins, *sig.outs])
+    }
+    kinds = [single.get(sig.number, kind) for sig, kind in zip(full.sigs, full.kinds, strict=True)]
     rows = {
         row: known.setdefault(tuple([(id(s), g) for s, g in mappings]), len(known))
         for row, mappings in dict(zip(map(id, full.mappings), full.mappings, strict=True)).items()
     }
     mappings = np.array([rows[id(row)] for row in full.mappings], np.int64)
-    return _mixed(mappings * _ODD + np.array(full.kinds, np.int64))
+    return _mixed(mappings * _ODD + np.array(kinds, np.int64))
 
 
 def _numbered(colours: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
