@@ -64,10 +64,18 @@ def rebuilt(function: Function, stage: Mapping[Op, int], replaced: Replaced) -> 
     env: dict[Value, Value] = {}
     ops: dict[Op, Op] = {}
     stages: dict[Op, int] = {}
+    changed = False
     for op in function.ops:
         if replaced(maker, op, env, stages):
+            changed = True
             continue
-        new = ops[op] = _carry(maker, op, env, ops.get(op.of) if op.of else None)
+        new = op
+        if changed:
+            new = _carry(maker, op, env, ops.get(op.of) if op.of else None)
+        else:  # as most: all before is as it was
+            maker.reserve(op.outputs)
+            maker.ops.append(op)
+        ops[op] = new
         if new.outputs is not op.outputs:
             env.update(zip(op.outputs, new.outputs, strict=True))
         if op in stage:
