@@ -132,7 +132,7 @@ def size(n: float) -> str:
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
-    return f"{n:.1f} GiB"
+    return f"{n:,.1f} GiB"
 
 
 def rates(samples: float, tokens: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distir.api import Model, Plan, RunOptions, load
 from distir.api import simulate as simulate_model
-from distir.api.model import NO_LOSS, Precision
+from distir.api.model import NO_LOSS, TEXT, Precision
 from distir.api.results import aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.ir.errors import UsageError
@@ -258,8 +258,34 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
 
 
 def dims_of(args: argparse.Namespace) -> dict[str, int]:
-    """The sizes that `--dim` gives. Raises UsageError for one that is given twice."""
-    return given_once("--dim", args.dim)
+    """The sizes that `--dim`, `--batch` and `--seq` give. Raises UsageError for two that differ, or a batch for a model
+    that has a fixed one."""
+    dims = given_once("--dim", args.dim)
+    if args.batch is not None:
+        name = batch_dim(args)
+        if name is None:
+            raise UsageError(f"{args.model} has no symbolic dimension: its batch is fixed", "export it with one")
+        if dims.setdefault(name, args.batch) != args.batch:
+            raise UsageError(f"--batch {args.batch}, but --dim {name}={dims[name]}")
+    if args.seq is not None and dims.setdefault("seq", args.seq) != args.seq:
+        raise UsageError(f"--seq {args.seq}, but --dim seq={dims['seq']}")
+    return dims
+
+
+def is_onnx(model: str) -> bool:
+    """Whether it is the path of an ONNX file."""
+    return not (is_named(model) or is_config(model) or model.endswith(TEXT))
+
+
+def batch_dim(args: argparse.Namespace) -> str | None:
+    """The name of the model's batch dim; None for an ONNX file without symbolic dims."""
+    if not is_onnx(args.model):
+        return "batch"
+    if args.batch_dim is not None:
+        return args.batch_dim
+    from distir.importer import symbolic_dims
+
+    return next(iter(symbolic_dims(args.model)), None)
 
 
 def given_once(flag: str, pairs: Iterable[tuple[str, T]]) -> dict[str, T]:

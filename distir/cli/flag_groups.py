@@ -34,6 +34,22 @@ def source_flags(parser: argparse.ArgumentParser) -> Any:
         f"Names: {', '.join(model_names())}",
     )
     group = parser.add_argument_group("the model")
+    size_flags(group)
+    group.add_argument(
+        "--loss",
+        metavar="LOSS",
+        help="train: cross-entropy, mse, or the name of an output that is the loss; none: forward pass only. default: "
+        "none for ONNX files; cross-entropy for a config.json; models that are given by name may have their own",
+    )
+    return group
+
+
+def size_flags(group: Any) -> None:
+    """The sizes of a model."""
+    group.add_argument(
+        "--batch", type=at_least(1), metavar="SAMPLES", help="samples of a step, on all devices together"
+    )
+    group.add_argument("--seq", type=at_least(1), metavar="N", help="length of the sequences; default: the model's")
     group.add_argument(
         "--dim",
         type=named_size,
@@ -44,13 +60,6 @@ def source_flags(parser: argparse.ArgumentParser) -> Any:
         "(`distir inspect MODEL` lists them)",
     )
     group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
-    group.add_argument(
-        "--loss",
-        metavar="LOSS",
-        help="train: cross-entropy, mse, or the name of an output that is the loss; none: forward pass only. default: "
-        "none for ONNX files; cross-entropy for a config.json; models that are given by name may have their own",
-    )
-    return group
 
 
 def model_flags(parser: argparse.ArgumentParser) -> None:

@@ -65,7 +65,7 @@ def _set_sizes(args: argparse.Namespace, settings: TrainingSettings) -> None:
         return
     sizes = args.model.partition(":")[2] if is_named(args.model) else ""
     said = [entry.partition("=")[0] for entry in sizes.split(",")]
-    said += [name for name, _ in args.dim]
+    said += [*[name for name, _ in args.dim], *[name for name in ("batch", "seq") if getattr(args, name) is not None]]
     sizes = {"batch": settings.batch, "seq": settings.seq}
     args.dim += [(name, n) for name, n in sizes.items() if n is not None and name not in said]
 

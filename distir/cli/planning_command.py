@@ -11,15 +11,13 @@ from distir.api.compilation import cost_model
 from distir.api.interop.conversion import emit
 from distir.api.interop.plan_settings import TrainingSettings
 from distir.api.metrics import finite
-from distir.api.model import NO_LOSS, TEXT, Precision
+from distir.api.model import NO_LOSS, Precision
 from distir.api.plot import format_of, save
-from distir.cli.commands import dims_of, given_once
+from distir.cli.commands import batch_dim, dims_of, given_once, is_onnx
 from distir.cli.other_tools import check_targets, training_settings, write_plans, written_lines
 from distir.cli.output import Progress, print_json
-from distir.importer import symbolic_dims
 from distir.ir.errors import DistirError, InfeasibleError, UsageError, counted
-from distir.models.config_file import is_config
-from distir.models.named import is_named, own_loss
+from distir.models.named import own_loss
 from distir.search.best_first import Progressed
 from distir.search.plan_report import plan_figure, save_report
 from distir.search.plan_table import PlanTable
@@ -142,20 +140,8 @@ def _precision(args: argparse.Namespace) -> Precision:
 def _model(args: argparse.Namespace) -> Model:
     """The training step of the batch that is asked for."""
     dims = dims_of(args)
-    if is_named(args.model) or is_config(args.model) or args.model.endswith(TEXT):
-        names = ("batch", "seq")
-    else:
-        free = symbolic_dims(args.model)
-        names = (args.batch_dim or (free[0] if free else None), "seq")
-        if args.batch is None and names[0] is not None and names[0] not in dims:
-            raise UsageError(f"{args.model}: how many samples a step has is not given", "--batch 64")
-    for name, flag, size in zip(names, ("--batch", "--seq"), (args.batch, args.seq), strict=True):
-        if size is None:
-            continue
-        if name is None:
-            raise UsageError(f"{args.model} has no symbolic dimension: its batch is fixed", "export it with one")
-        if dims.setdefault(name, size) != size:
-            raise UsageError(f"{flag} {size}, but --dim {name}={dims[name]}")
+    if args.batch is None and is_onnx(args.model) and (name := batch_dim(args)) is not None and name not in dims:
+        raise UsageError(f"{args.model}: how many samples a step has is not given", "--batch 64")
     loss = args.loss or own_loss(args.model) or "cross-entropy"
     if loss == NO_LOSS:
         raise UsageError("plans are of training steps", "leave --loss none out")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from distir.cli.flag_groups import emit_flag, runtime_flag
-from distir.cli.flag_values import at_least, finite_number, named_size, numbers, positive
+from distir.cli.flag_groups import emit_flag, runtime_flag, size_flags
+from distir.cli.flag_values import at_least, finite_number, numbers, positive
 
 TEXT = "find the quickest plans for a model on a cluster, of those that fit in memory"
 JSON = "plans, families and counts, in seconds, bytes and FLOP/s"
@@ -28,14 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="number of devices; several are planned for separately",
     )
-    group.add_argument(
-        "--batch", type=at_least(1), metavar="SAMPLES", help="samples of a step, on all devices together"
-    )
-    group.add_argument("--seq", type=at_least(1), metavar="N", help="length of the sequences; default: the model's")
-    group.add_argument(
-        "--dim", type=named_size, action="append", default=[], metavar="NAME=N", help="size of a dimension"
-    )
-    group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
+    size_flags(group)
     group.add_argument("--loss", metavar="LOSS", help="default: that of the model's name, else cross-entropy")
     group.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw", help="default: adamw")
     group.add_argument("--clip-norm", type=positive, metavar="X", help="limit the norm of all gradients")

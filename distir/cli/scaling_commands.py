@@ -9,10 +9,9 @@ from distir.api import Model
 from distir.api.metrics import Metrics
 from distir.api.plot import plot as draw
 from distir.api.scaling import HEADER, rows, to_json, weak_scaling
-from distir.cli.commands import model_of, options_of
+from distir.cli.commands import batch_dim, dims_of, model_of, options_of
 from distir.cli.output import Progress, columns, print_json
 from distir.cli.watching import run_callbacks
-from distir.importer import symbolic_dims
 from distir.ir.errors import UsageError
 
 _WIDTHS = (8, 6, 10, 15, 18, 18, 10, 9)
@@ -36,7 +35,7 @@ def scaling(args: argparse.Namespace) -> None:
 
         def model(n: int) -> Model:
             progress.phase(f"compiling for a batch of {n}")
-            return model_of(argparse.Namespace(**{**vars(args), "dim": [*others, (name, n)]}))
+            return model_of(argparse.Namespace(**{**vars(args), "dim": [*others, (name, n)], "batch": None}))
 
         watching = run_callbacks(None, replace(options, epochs=args.epochs), progress, prints=False)
         runs = weak_scaling(
@@ -56,15 +55,14 @@ def scaling(args: argparse.Namespace) -> None:
 
 
 def _batch(args: argparse.Namespace) -> tuple[str, int]:
-    """The name of the batch dim, and the samples per rank that `--dim` gives for it."""
-    free = symbolic_dims(args.model)
-    name = args.batch_dim or (free[0] if free else None)
+    """The name of the batch dim, and the samples per rank that the flags give for it."""
+    name = batch_dim(args)
     if name is None:
         raise UsageError(f"{args.model} has no symbolic dimension: its batch cannot grow with the ranks")
-    sizes = [size for d, size in args.dim if d == name]
-    if not sizes:
-        raise UsageError(f"{args.model}: symbolic dimension is not given: {name}", f"--dim {name}=64, per rank")
-    return name, sizes[0]
+    size = dims_of(args).get(name)
+    if size is None:
+        raise UsageError(f"{args.model}: symbolic dimension is not given: {name}", "--batch 64, per rank")
+    return name, size
 
 
 def plot(args: argparse.Namespace) -> None:

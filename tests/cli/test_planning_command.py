@@ -65,7 +65,7 @@ def test_chunks_are_kept(capsys):
         (["--gpus", "2", "--vary", "dp,dq"], 2, "dq"),
         (["--gpus", "2", "--memory-reserve", "77.7"], 4, "fits"),
         (["--gpus", "2", "--memory-reserve", "78.9"], 4, "leaves nothing of the 79.1 GiB of a device"),
-        (["--gpus", "2", "--memory-reserve", "1000"], 4, "a reserve of 1000.0 GiB, beside what a process takes"),
+        (["--gpus", "2", "--memory-reserve", "1000"], 4, "a reserve of 1,000.0 GiB, beside what a process takes"),
         (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4 on 7 devices with dp 7\nhint: without dp"),
         (["--gpus", "3", "--vary", "dp"], 4, "no plan for a batch of 4 on 3 devices\nhint: let tp vary or let pp vary"),
         (["--gpus", "2", "--fix", "microbatch=3"], 4, "with microbatch 3\nhint: without microbatch"),

@@ -109,7 +109,7 @@ def test_scaling_as_json(cli):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["bench", "scaling", GPT, "--loss", "cross-entropy"], ["not given: batch", "hint: --dim batch=64"]),
+        (["bench", "scaling", GPT, "--loss", "cross-entropy"], ["not given: batch", "hint: --batch 64"]),
         (["bench", "scaling", GPT, *TRAIN, "--ranks", "1,1"], ["distinct"]),
         (["bench", "scaling", GPT, *TRAIN, "--ranks", "1,x"], ["--ranks", "whole number"]),
         (["plot", "missing.json", "-o", "x.pdf"], ["cannot read missing.json"]),

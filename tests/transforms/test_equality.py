@@ -183,7 +183,12 @@ def test_corrupting_one_piece_changes_the_result(plan: Plan) -> None:
     [
         ((2, 2, 2, 2), 7, "dp 2 x tp 2 x pp 2 needs 8 devices (or one more, a host), got 7"),
         ((2, 2, 2, 2), 10, "needs 8 devices (or one more, a host), got 10"),
-        ((3, 1, 1, 1), 3, "a batch of 8 does not divide by dp 3 x 1 microbatch = 3 (hint: use a dp that divides 8)"),
+        (
+            (3, 1, 1, 1),
+            3,
+            "a batch of 8 does not divide by dp 3 x 1 microbatch = 3 (hint: use a batch that is a multiple of 3, "
+            "or a dp that divides 8)",
+        ),
         ((2, 1, 1, 8), 2, "(hint: with dp 2 use 1, 2, 4 microbatches)"),
         ((1, 1, 14, 1), 14, "13 cuttable pieces cannot make 14 stages (hint: use at most --pp 13)"),
         ((1, 7, 1, 1), 7, "tp 7 splits nothing in mlp (hint: use --tp 2 or 4 or 8 or 16)"),

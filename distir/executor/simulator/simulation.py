@@ -325,5 +325,5 @@ def _s(seconds: float) -> str:
 def _gib(size: float) -> str:
     for unit, n in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= n / 10 and (size >= n or unit == "GiB"):
-            return f"{size / n:.1f} {unit}"
+            return f"{size / n:,.1f} {unit}"
     return f"{size:.0f} B"

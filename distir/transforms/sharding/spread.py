@@ -129,5 +129,5 @@ def _check_batch(size: int, sharding: Sharding) -> None:
         noun = "microbatch" if fits == ["1"] else "microbatches"
         hint = f"{f'with {replicas} ' if axes else ''}use {', '.join(fits)} {noun}"
     else:
-        hint = f"use a {' x '.join([a.name for a in axes])} that divides {size}"
+        hint = f"use a batch that is a multiple of {n}, or a {' x '.join([a.name for a in axes])} that divides {size}"
     raise InfeasibleError(f"a batch of {size} does not divide by {into} = {sharding.pieces}", hint)
