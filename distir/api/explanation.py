@@ -155,6 +155,7 @@ class Explanation:
             "cluster": self.prediction.cluster,
             "step_seconds": self.step_seconds,
             "utilization": self.utilization,
+            "without_peak": self.prediction.without_peak,
             "parts": rows,
             "mean": self.mean,
             "what_if": [{"change": e.change, "step_seconds": e.step_seconds} for e in self.effects],

@@ -28,5 +28,6 @@ def test_a_prediction_names_the_dtypes_that_the_devices_have_no_peak_of(
         "cross-entropy", precision=precision
     )
     found = distir.simulate(model, cluster="dgx-v100", nodes=1)
+    assert distir.explain(model, cluster="dgx-v100", nodes=1).to_json()["without_peak"] == expected
     assert found.without_peak == found.to_json()["without_peak"] == expected
     assert ("no peak of bf16: its products are predicted at the speed of f32" in str(found)) == bool(expected)
