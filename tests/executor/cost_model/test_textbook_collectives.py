@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from distir.executor import Simulator
+from distir.executor.cost_model import CostModel
 from distir.executor.cost_model import collective_cost as cost
 from distir.executor.cost_model.seconds import wire_of
+from distir.ir import FunctionMaker, Topology, Value
 from distir.ir.communication import Wire
 from distir.ir.spec import lookup
 from distir.ir.topology import Algorithm, Group, Link
+from distir.ir.type import Float32, Tensor
 
 B = 1e11
 """Bytes/s of a link."""
@@ -39,8 +45,37 @@ def test_a_ring_beats_sending_all_to_one(n: int) -> None:
     assert cost.collective(wire("MPIAllreduce"), S, ring(n)) == pytest.approx(naive / n)
 
 
-def test_a_broadcast_along_a_chain_is_pipelined() -> None:
-    """K devices, whole: (K-1) S / B; in c pieces (K-2+c) S / (c B), which tends to S / B."""
+@pytest.mark.parametrize("nodes", [2, 8, 64])
+def test_an_all_reduce_up_and_down_a_tree_is_a_reduce_and_a_broadcast(nodes: int) -> None:
+    """Both pipelined; in a ring, where each device keeps its part, it takes (n-1) / n of that."""
+    parts = [cost.pipelined(S, [(nodes - 1, Link(B))]) for _ in ("reduce", "broadcast")]
+    tree, slow = Algorithm("tree", 0.0, 0.0, 0.0), Algorithm("ring", 1.0, 0.0, 0.0)
+    over = Group(nodes, nodes, 1, Link(B), Link(B), (tree, slow))
+    assert cost.collective(wire("MPIAllreduce"), S, over) == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7, 60])
+@pytest.mark.parametrize("k", [2, 3, 8])
+def test_a_broadcast_along_a_chain_in_pieces(k: int, pieces: int) -> None:
+    """Of k devices, each of which hands on a piece as soon as it has it: (k-2+c) S / (c B); whole (k-1) S / B."""
+    t = Topology()
+    chain = [t.add_device("gpu", 1e12, 1e12, 0.0) for _ in range(k)]
+    for a, b in itertools.pairwise(chain):
+        t.set_link(a, b, B)
+    f, size = FunctionMaker("broadcast"), 840 * 2**10
+    received: list[Value] = []
+    for _ in range(pieces):
+        x = f.add_input_value("piece", Tensor(Float32, (size // pieces,), chain[0]))
+        for to in chain[1:]:
+            x = f.emit("Send", x, to=to)
+            received.append(x)
+    f.set_outputs(received)
+    want = (k - 2 + pieces) * 4 * size / (pieces * B)
+    assert Simulator(CostModel(t)).interpret(f.finalize()).seconds == pytest.approx(want, rel=1e-6)
+
+
+def test_a_broadcast_is_pipelined_in_small_pieces() -> None:
+    """Along a chain of k devices; the formula above tends to S / B."""
     k, pieces = 8, 1 << 20
     assert cost.serial(S, [(k - 1, Link(B))]) == pytest.approx((k - 1) * S / B)
     assert cost.pipelined(S, [(k - 1, Link(B))]) == pytest.approx((k - 2 + pieces) * S / (pieces * B), rel=1e-4)
