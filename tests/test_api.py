@@ -16,6 +16,7 @@ from distir.api.data import Data, IndexRange, index_ranges
 from distir.api.differences import Difference
 from distir.api.locate import locate
 from distir.api.model import Model
+from distir.api.results import rates
 from distir.api.steps import compute_steps
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
@@ -334,6 +335,19 @@ def test_results_print_well(trained):
     assert result.weights["transformer.wte.weight"].shape == (509, 64)  # the padding is gone
 
 
+@pytest.mark.parametrize(
+    ("samples", "tokens", "text"),
+    [
+        (1234.56, None, "1,234.6 samples/s"),
+        (0.0241, 49.36, "0.024 samples/s, 49 tokens/s"),
+        (0.00031, 0.63, "0.00031 samples/s, 0.63 tokens/s"),
+        (0.0, 0.0, "0.0 samples/s, 0 tokens/s"),
+    ],
+)
+def test_rates_below_one_are_not_rounded_to_nothing(samples, tokens, text):
+    assert rates(samples, tokens) == text
+
+
 def test_shares_are_not_rounded_to_all_or_nothing():
     from distir.api.results import _share
 
@@ -341,7 +355,7 @@ def test_shares_are_not_rounded_to_all_or_nothing():
         "0.0%",
         "less than 0.1%",
         "50.0%",
-        "over 99.9%",
+        "more than 99.9%",
         "100.0%",
     ]
 

@@ -334,7 +334,10 @@ def test_clusters(cli):
     assert code == 0
     assert {"cpu-2core", "dgx-a100", "dgx-h100"} <= {row.split()[0] for row in out.splitlines()}
     code, out, _ = cli("clusters", "--json")
-    assert next(row for row in json.loads(out) if row["name"] == "dgx-a100")["devices_per_node"] == 8
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert rows["dgx-a100"]["devices_per_node"] == 8
+    assert [rows["dgx-a100"][key] for key in ("device", "kind")] == ["a100-sxm-80gb", "gpu"]
+    assert [rows["cpu-2core"][key] for key in ("device", "kind")] == ["cpu", "cpu"]
 
 
 def test_bench_collectives(cli):
@@ -432,7 +435,7 @@ def test_utilization_is_the_products_at_the_peak(cli):
 def test_simulate_says_what_is_short(cli):
     code, out, _ = cli("simulate", MLP, "--dim", "batch=1000000000", "--loss", "mse", "--cluster", "dgx-a100")
     assert code == 0
-    assert re.search(r"short by [\d.]+ GiB on stage0", out)
+    assert re.search(r"short by 1,[\d.]+ GiB on stage0", out)
 
 
 def test_a_cluster_of_ones_own(cli, tmp_path):

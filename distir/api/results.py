@@ -137,7 +137,8 @@ def size(n: float) -> str:
 
 def rates(samples: float, tokens: float | None) -> str:
     """Samples and, if there are any, tokens a second."""
-    return f"{samples:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s")
+    rows = [(samples, 1, "samples/s"), *([] if tokens is None else [(tokens, 0, "tokens/s")])]
+    return ", ".join([f"{x:,.{n}f} {unit}" if x >= 1 or not x else f"{x:.2g} {unit}" for x, n, unit in rows])
 
 
 def listed(names: Sequence[str], most: int = _SHOWN) -> str:
@@ -148,7 +149,7 @@ def listed(names: Sequence[str], most: int = _SHOWN) -> str:
 
 def _share(x: float) -> str:
     """A percentage; only exact values print as 0% or 100%."""
-    return f"{x:.1%}" if x in (0.0, 1.0) or 0.0005 <= x < 0.9995 else "less than 0.1%" if x < 0.5 else "over 99.9%"
+    return f"{x:.1%}" if x in (0.0, 1.0) or 0.0005 <= x < 0.9995 else "less than 0.1%" if x < 0.5 else "more than 99.9%"
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _OF_TRAINING = ("check", "save", "checkpoint", "every", "resume", "epochs", "data", "tokenizer", "metrics", "compiled")
 """What a proxy has no use for."""
+_PEAKS = (("f32",), ("bf16", "f16"))
+"""The dtypes whose peaks `distir clusters` lists."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -145,7 +147,7 @@ def simulate(args: argparse.Namespace) -> None:
 
 def clusters(args: argparse.Namespace) -> None:
     """`distir clusters`."""
-    from distir.hardware import known_clusters, load_cluster
+    from distir.hardware import device_of, known_clusters, load_cluster
 
     rows: list[dict[str, Any]] = []
     for name in known_clusters():
@@ -156,7 +158,8 @@ def clusters(args: argparse.Namespace) -> None:
             rows.append(
                 {
                     "name": name,
-                    "device": r.kind,
+                    "device": device_of(name),
+                    "kind": r.kind,
                     "devices_per_node": r.per_node,
                     "memory": r.spec.memory,
                     "memory_bandwidth": r.spec.dram_bandwidth,
@@ -168,20 +171,24 @@ def clusters(args: argparse.Namespace) -> None:
     if args.json:
         print_json(rows)
         return
-    head = ("cluster", "device", "a node", "memory", "f32", "link", "network")
+    head = ("cluster", "device", "a node", "memory", "f32", "16 bits", "link", "network")
     table = [
         (
             row["name"],
             row["device"],
             str(row["devices_per_node"]),
             f"{row['memory'] / 1e9:.0f} GB",
-            f"{row['peak_flops'].get('f32', 0) / 1e12:.3g} TFLOP/s",
+            *[_teraflops(max(row["peak_flops"].get(t, 0.0) for t in types)) for types in _PEAKS],
             f"{row['link_bandwidth'] / 1e9:.3g} GB/s",
             f"{row['network_bandwidth'] / 1e9:.3g} GB/s",
         )
         for row in rows
     ]
     print("\n".join(aligned([head, *table])))
+
+
+def _teraflops(x: float) -> str:
+    return f"{float(f'{x / 1e12:.3g}'):,g} TFLOP/s"
 
 
 def bench_collectives(args: argparse.Namespace) -> None:

@@ -134,7 +134,7 @@ def _expressed(args: argparse.Namespace, plan: Plan, settings: TrainingSettings)
 
 
 def _precision(args: argparse.Namespace) -> Precision:
-    return Precision(args.dtype, args.grad_dtype or "fp32")
+    return Precision(args.precision, args.grad_dtype or "fp32")
 
 
 def _model(args: argparse.Namespace) -> Model:

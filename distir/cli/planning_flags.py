@@ -33,6 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw", help="default: adamw")
     group.add_argument("--clip-norm", type=positive, metavar="X", help="limit the norm of all gradients")
     group.add_argument(
+        "--precision",
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         default="bf16",

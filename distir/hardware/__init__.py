@@ -74,6 +74,12 @@ def known_clusters() -> list[str]:
     return sorted(p.stem for p in _FOLDER.glob("*.toml") if p.stem != "runtimes")
 
 
+def device_of(cluster: str) -> str:
+    """The name of a shipped cluster's devices; their kind where the cluster describes devices of its own."""
+    device: Any = tomllib.loads((_FOLDER / f"{cluster}.toml").read_text(encoding="utf-8"))["device"]
+    return device if isinstance(device, str) else str(device["kind"])
+
+
 def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None = None) -> Topology:
     """The topology of a shipped cluster, or of one described by a TOML file.
 

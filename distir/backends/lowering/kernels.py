@@ -66,6 +66,8 @@ Bind = Callable[[str, Any], str]
 
 
 _MAKE = ("add", "addmm", "cat", "div", "index_select", "log_softmax", "matmul", "mm", "mul", "neg", "softmax", "sub")
+_DEEPEST = 20
+"""How deep expressions are nested; Python takes 200, and a norm over all weights adds up hundreds of numbers."""
 _INTO: dict[Any, tuple[Callable[..., Any], str]] = {
     f: (getattr(torch, name), "out")
     for name in (*_MAKE, "sigmoid", "sum", "tanh", "zeros")
@@ -133,13 +135,15 @@ def render(
         calls.append(call)
     kernel = kernel._replace(calls=calls)
     lines: list[str] = []
+    depth: dict[int, int] = {}  # of expressions that are part of another
     for k, call in enumerate(kernel.calls):
         expression = _call_text(call, text, bind)
         r = call.result
+        inner = 1 + max([depth.get(x, 0) for x in refs_in((call.args, tuple(call.kwargs.values())))], default=0)
         if r is None or r in text:  # it works in place
             lines.append(expression)
-        elif uses[r] == 1 and (not in_place or _is_next(kernel, k)):
-            text[r] = expression
+        elif uses[r] == 1 and inner < _DEEPEST and (not in_place or _is_next(kernel, k)):
+            text[r], depth[r] = expression, inner
         elif uses[r]:
             text[r] = fresh()
             lines.append(f"{text[r]} = {expression}")

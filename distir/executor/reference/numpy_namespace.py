@@ -75,7 +75,8 @@ class NumpyNamespace:
     permute_dims = staticmethod(np.transpose)
 
     def cast(self, x: Any, dtype: DType) -> Any:
-        return np.asarray(x).astype(dtype.numpy)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite
+            return np.asarray(x).astype(dtype.numpy)
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: DType) -> Any:
         return np.full(shape, value, dtype.numpy)

@@ -186,3 +186,16 @@ def test_what_runs_is_verified(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("distir.transforms.rank.as_run.recompose", lossy)
     with pytest.raises(IRTypeError, match=r"Exp: on mesh axis 'dp': operand 0 .%x.: expected Replicate, got Partial"):
         lowered(program())
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_sum_of_many_values(shape: tuple[int, ...]):
+    """Such as a norm over all weights: as one expression it would be nested too deep for Python."""
+    f, mesh = FunctionMaker("main"), Mesh([Device("cpu", 0)], {"mb": 1}, "stage0")
+    xs = [f.add_input_value(f"x{k}", Tensor(Float64, shape, mesh)) for k in range(500)]
+    f.set_outputs([f.emit("Sum", *[f.emit("Exp", x) for x in xs])])
+    main = f.finalize()
+    arrays = [np.full(shape, k / 1000) for k in range(500)]
+    rank = TorchRank(main, 0)
+    rank.load(dict(enumerate(arrays)))
+    np.testing.assert_allclose(rank.step()[0].numpy(), SequentialExecutor().compute(main, arrays)[0], rtol=1e-14)
