@@ -155,9 +155,10 @@ class Algorithm(NamedTuple):
 
     What a library does by several protocols, as NCCL by LL, LL128 and Simple, is an algorithm for each: the quicker one
     begins, the less of the bandwidth it has. `kind` is "ring", "tree", or "in-network": reduced by switches inside a
-    node, where each device sends and receives the value once. `intra` and `inter` are the seconds of a step inside a node and between nodes. With `saturation`, in
-    √s, the links fill up gradually and latency is hidden behind the transfer: where x is the seconds of the transfer
-    and l those of all latencies, seconds = (l^4 + (x + saturation · √x)^4)^(1/4).
+    node, where each device sends and receives the value once. `intra` and `inter` are the seconds of a step inside a
+    node and between nodes. With `saturation`, in √s, the links fill up gradually and latency is hidden behind the
+    transfer: where x is the seconds of the transfer and l those of all latencies,
+    seconds = (l^4 + (x + saturation · √x)^4)^(1/4).
     """
 
     kind: str

@@ -13,6 +13,10 @@ from distir.ir.type import Float64
 from distir.models.configs import described
 from distir.models.decoder import angles, decoder
 from distir.transforms.differentiation.training import AdamW, training_step
+from distir.transforms.sharding import seeds, sequence
+from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.place import View
+from distir.transforms.sharding.quotient import Quotient, quotient
 from tests.transforms.programs import (
     BATCH,
     TOLERANCE,
@@ -118,3 +122,19 @@ def test_what_attention_computes_counts(fault: str, kind: str, monkeypatch: pyte
     assert old is not None
     monkeypatch.setattr(lookup(kind), "eval", lambda xp, *row, **how: old(xp, *row, **FAULTS[fault](how)))
     assert error(run(made, given), want) > 1e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equal_layers_have_the_collectives_that_each_would_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided once, as on a quotient, or one by one. On 4 devices 2 heads of keys are on each, so that the gradients of
+    these are sums."""
+    plan, found = Plan(1, 4, sequence_parallel=True), []
+    for decided in (quotient, _one_by_one):
+        monkeypatch.setattr(seeds, "quotient", decided)
+        monkeypatch.setattr(sequence, "quotient", decided)
+        found.append(collectives(distributed(program.__wrapped__(name, 4), plan).program))
+    assert found[0] == found[1]
+
+
+def _one_by_one(graph: Graph, full: View) -> Quotient:
+    return Quotient(full, range(len(graph.values)))

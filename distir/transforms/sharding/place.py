@@ -19,6 +19,8 @@ from distir.transforms.sharding.shares import Shares
 _SWEEPS = 6
 _WIRE = 2.0
 """Price of an element sent, relative to one computed."""
+_DEEPEST = 100
+"""The longest chain of values of a quotient that is followed against its order."""
 _EVEN = 1 - 1e-9
 """Prices whose ratio is at least this are equal."""
 
@@ -122,6 +124,13 @@ class _Sweep:
         """The choice for each op."""
         self.sums: list[int] = []
         """The ops with a result that is Partial, in order."""
+        self.later: dict[int, float] = {}
+        """Of values that are Partial the cost of reducing them, where they are made or later."""
+        self.passing: dict[int, tuple[float, float]] = {}
+        """By op what its results cost later, and the size of its partial operands, which share that cost; kept, as an
+        op such as the sum over all gradients may have thousands."""
+        self.open: set[int] = set()
+        """The values that are being decided."""
         self.options: dict[tuple[int, int], Sequence[FactorMapping | None]] = {}
         """By kind and row of mappings."""
         self.choices: list[dict[tuple[Placement | None, ...], _Choice]] = []
@@ -257,28 +266,37 @@ class _Sweep:
 
     def settle(self) -> None:
         """Decide which Partials are reduced where they are made: those that cost no more there than at their uses."""
-        v = self.v
-        later: dict[int, float] = {}
-        passing: dict[int, tuple[float, float]] = {}
-        for j in reversed(self.sums):
-            for i in v.outs[j]:
-                p = self.state[i]
-                if p is None or p.kind is None:
-                    continue
-                here = 2 * v.made[i]
-                below = self._below(i, here, later, passing)
-                if below >= here * _EVEN:
-                    self.reduce.add(i)
-                later[i] = min(here, below)
+        self.later, self.passing, self.open = {}, {}, set()
+        for j in reversed(self.sums):  # uses first
+            for i in self.v.outs[j]:
+                self._settle(i)
 
-    def _below(self, i: int, here: float, later: Mapping[int, float], passing: dict[int, tuple[float, float]]) -> float:
-        """The cost of reducing value i after its uses, if they pass a Partial on; infinity if one does not.
+    def _settle(self, i: int) -> float:
+        """Decide for value i; the cost of reducing it here or later, 0 if it is no Partial.
 
-        `passing`: by op what its results cost `later`, and the size of its partial operands, which share that cost;
-        kept, as an op such as the sum over all gradients may have thousands. In a quotient, where equal layers form a
-        circle, a result may not have been looked at yet: it is reduced where it is made.
+        In a quotient uses may come before what they use, as equal layers form a circle: they are decided at once. One
+        that this comes back to is reduced where it is made.
         """
-        v, made = self.v, self.made
+        known = self.later.get(i)
+        if known is not None:
+            return known
+        p = self.state[i]
+        if p is None or p.kind is None:
+            return 0.0
+        here = 2 * self.v.made[i]
+        if i in self.open or len(self.open) > _DEEPEST:
+            return here
+        self.open.add(i)
+        below = self._below(i, here)
+        self.open.remove(i)
+        if below >= here * _EVEN:
+            self.reduce.add(i)
+        found = self.later[i] = min(here, below)
+        return found
+
+    def _below(self, i: int, here: float) -> float:
+        """The cost of reducing value i after its uses, if they pass a Partial on; infinity if one does not."""
+        v, made, passing = self.v, self.made, self.passing
         if i in v.outputs:
             return here
         uses = [(j, made[j].wants[k]) for j, k in v.users[i]]
@@ -290,15 +308,10 @@ class _Sweep:
                 return math.inf
             if j not in passing:
                 passed = sum([v.made[x] for x, w in zip(v.ins[j], made[j].wants, strict=True) if w is SUM])
-                passing[j] = sum([later[x] if x in later else self._unreduced(x) for x in v.outs[j]]), passed
+                passing[j] = sum([self._settle(x) for x in v.outs[j]]), passed
             cost, passed = passing[j]
             below += cost * v.made[i] / passed if passed else 0.0  # operands without elements
         return below
-
-    def _unreduced(self, i: int) -> float:
-        """The cost of reducing value i where it is made, if it is a sum there."""
-        p = self.state[i]
-        return 0.0 if p is None or p.kind is None else 2 * self.v.made[i]
 
 
 _FREE: Mapping[int, Placement] = MappingProxyType({})
