@@ -34,6 +34,8 @@ _HOST = 1e-5
 """The seconds of a call, or of an op that a host issues, from which their fit starts."""
 _GAP = 1e-6
 """The seconds between kernels that are launched one by one, from which the fit of those in a graph starts."""
+_FASTER = 1.25
+"""How many times as many FLOP/s as all products together, or the quickest, one of them may have beside its bytes."""
 _LEAST, _MOST = 0.25, 100.0
 """Limits of the factors that are fitted to steps."""
 
@@ -154,7 +156,15 @@ def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
     )
     general = OpSpeed(launch, math.inf, 1 / byte if byte else 1e10)
     peaks = {dtype: fit_products(found, fit) for dtype, found in products.items()}
-    return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples, fit))
+    fastest = {
+        dtype: _FASTER * max([peaks[dtype].flops, *[s.flops / s.seconds for s in found]])
+        for dtype, found in products.items()
+    }
+    ops = fit_speeds(samples, fit, fastest=fastest)
+    for (_, dtype), x in ops.items():
+        if dtype in peaks and x.flops < math.inf:
+            peaks[dtype] = peaks[dtype]._replace(flops=max(peaks[dtype].flops, x.flops))
+    return replace(known, general=general, peaks=peaks, ops=ops)
 
 
 def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:

@@ -113,6 +113,17 @@ def test_figures_of_exact_samples() -> None:
     assert found.general == pytest.approx(OpSpeed(1e-6, math.inf, 4e9), rel=1e-6)
 
 
+def test_no_op_has_more_than_the_peak() -> None:
+    """Also not one whose few sizes do not tell what of its time is due to FLOPs, and what to bytes."""
+    samples = [Sample("Gemm", "bf16", "product", f, 0.0, 1e-6 + f / 1e11) for f in (1e7, 1e8, 1e9)]
+    samples += [Sample("MatMul", "bf16", "product", f, f / 16, f / 1e11) for f in (1e7, 1e8, 1e9)]
+    samples += [Sample("Relu", "f32", "", b, b, 1e-6 + b / 4e9) for b in (1e3, 1e5)]
+    found = fit_figures(samples, replace(FIGURES, peaks={}, ops={}))
+    rates = {op: found.ops[op, "bf16"].flops for op in ("Gemm", "MatMul")}
+    assert max(rates.values()) <= found.peaks["bf16"].flops <= 1.26e11
+    assert rates["Gemm"] == pytest.approx(1e11, rel=1e-3)
+
+
 def test_errors_of_a_fit_are_of_ops_as_they_were_profiled() -> None:
     """Not of the figures for steps, in which ops take longer."""
     samples = [Sample("Relu", "f32", "", b, b, 1e-6 + b / 4e9) for b in (1e3, 1e5, 1e7)]

@@ -6,10 +6,10 @@ All fits minimise the sum of squared relative errors, so that short and long mea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,16 +53,20 @@ class Error(NamedTuple):
     count: int
 
 
-def nonnegative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """The coefficients, none negative, of the combination of columns that is nearest to `seconds` (all above 0).
+def nonnegative(
+    columns: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float] = ()
+) -> list[float]:
+    """The coefficients, none negative, or below those of `least`, of the combination of columns that is nearest to
+    `seconds` (all above 0).
 
-    Exact, by trying every set of columns: for a few columns only. A column of zeros gets 0.
+    Exact, by trying every set of columns: for a few columns only. A column of zeros gets the least.
     """
-    y = np.ones(len(seconds))
     scaled = [np.asarray(c, float) / np.asarray(seconds, float) for c in columns]
+    least = list(least) or [0.0] * len(columns)
+    y = np.ones(len(seconds)) - sum([a * c for a, c in zip(least, scaled, strict=True)])
     sizes = [float(np.abs(c).max(initial=0.0)) for c in scaled]
     used = [k for k, size in enumerate(sizes) if size > 0]
-    best, found = math.inf, [0.0] * len(columns)
+    best, found = float((y**2).sum()), [0.0] * len(columns)
     for n in range(1, len(used) + 1):
         for chosen in combinations(used, n):
             matrix = np.stack([scaled[k] / sizes[k] for k in chosen], axis=1)
@@ -72,15 +76,17 @@ def nonnegative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) ->
                 best, found = error, [0.0] * len(columns)
                 for k, x in zip(chosen, solution, strict=True):
                     found[k] = float(x) / sizes[k]
-    return found
+    return [a + x for a, x in zip(least, found, strict=True)]
 
 
-def fit_robust(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def fit_robust(
+    columns: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float] = ()
+) -> list[float]:
     """`nonnegative`, without the measurements that are far from what the others say: those that were disturbed."""
     used = list(range(len(seconds)))
     found: list[float] = []
     for _ in range(_ROUNDS):
-        found = nonnegative([[c[k] for k in used] for c in columns], [seconds[k] for k in used])
+        found = nonnegative([[c[k] for k in used] for c in columns], [seconds[k] for k in used], least)
         off = [abs(_sum(found, columns, k) / seconds[k] - 1) for k in range(len(seconds))]
         limit = _FAR * max(float(np.median([off[k] for k in used])), 1e-9)
         new = [k for k, x in enumerate(off) if x <= limit]
@@ -94,24 +100,39 @@ def _sum(coefficients: Sequence[float], columns: Sequence[Sequence[float]], k: i
     return sum(a * c[k] for a, c in zip(coefficients, columns, strict=True))
 
 
-Fit = Callable[[Sequence[Sequence[float]], Sequence[float]], list[float]]
-"""`fit_robust`, or for devices that nothing disturbs `nonnegative`."""
+class Fit(Protocol):
+    """`fit_robust`, or for devices that nothing disturbs `nonnegative`."""
+
+    def __call__(
+        self, columns: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float] = ()
+    ) -> list[float]: ...
 
 
-def fit_speed(samples: Sequence[Sample], fit: Fit = fit_robust) -> OpSpeed:
-    """The speed of one op, from its samples: launch, and the rates of FLOPs (of kernels of products) and of bytes."""
-    seconds = [s.seconds for s in samples]
-    flops = [s.flops if s.kernel else 0.0 for s in samples]
-    launch, flop, byte = fit([[1.0] * len(samples), flops, [s.bytes for s in samples]], seconds)
+def fit_speed(samples: Sequence[Sample], fit: Fit = fit_robust, fastest: float = math.inf) -> OpSpeed:
+    """The speed of one op, from its samples: launch, and the rates of FLOPs (of kernels of products) and of bytes.
+
+    No kernel of products has more FLOP/s than the `fastest`: as far as few sizes tell, its seconds may all be due to
+    bytes, and the prediction of a larger one would be many times too quick.
+    """
+    kernel = any([s.kernel for s in samples])
+    columns = [1.0] * len(samples), [s.flops if kernel else 0.0 for s in samples], [s.bytes for s in samples]
+    launch, flop, byte = fit(columns, [s.seconds for s in samples], (0.0, 1 / fastest if kernel else 0.0, 0.0))
     return OpSpeed(launch, 1 / flop if flop else math.inf, 1 / byte if byte else math.inf)
 
 
-def fit_speeds(samples: Sequence[Sample], fit: Fit = fit_robust, least: int = 2) -> dict[tuple[str, str], OpSpeed]:
-    """The speed of each op and dtype that has samples of at least `least` sizes."""
+def fit_speeds(
+    samples: Sequence[Sample], fit: Fit = fit_robust, least: int = 2, fastest: Mapping[str, float] | None = None
+) -> dict[tuple[str, str], OpSpeed]:
+    """The speed of each op and dtype that has samples of at least `least` sizes. `fastest`: the most FLOP/s of
+    products, by dtype."""
     by: dict[tuple[str, str], list[Sample]] = {}
     for s in samples:
         by.setdefault((s.op, s.dtype), []).append(s)
-    return {k: fit_speed(v, fit) for k, v in sorted(by.items()) if len({(s.flops, s.bytes) for s in v}) >= least}
+    return {
+        (op, dtype): fit_speed(found, fit, (fastest or {}).get(dtype, math.inf))
+        for (op, dtype), found in sorted(by.items())
+        if len({(s.flops, s.bytes) for s in found}) >= least
+    }
 
 
 class ProductFit(NamedTuple):

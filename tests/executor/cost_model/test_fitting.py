@@ -65,6 +65,24 @@ def test_products_have_a_half_size() -> None:
     assert fit_products(samples) == pytest.approx(fit, rel=1e-5)
 
 
+def test_no_product_is_quicker_than_the_fastest() -> None:
+    """Of sizes whose FLOPs grow as their bytes do, the seconds may all be due to bytes: larger products would take no
+    time to speak of."""
+    work = [(256.0 * n, 16.0 * n) for n in (1e3, 1e4, 1e5)]
+    samples = [Sample("MatMul", "f32", "product", f, b, b / 1e9) for f, b in work]
+    assert fit_speed([s._replace(kernel="") for s in samples]) == pytest.approx(OpSpeed(0.0, math.inf, 1e9))
+    found = fit_speeds([*samples, *[s._replace(op="Add", kernel="") for s in samples]], fastest={"f32": 2e10})
+    assert found["MatMul", "f32"].flops <= 2e10 * (1 + 1e-9)
+    assert [found["MatMul", "f32"].seconds(s.flops, s.bytes) for s in samples] == pytest.approx(
+        [b / 1e9 for _, b in work]
+    )
+    assert found["Add", "f32"].flops == math.inf
+
+
+def test_slow_products_keep_their_rate() -> None:
+    assert fit_speed(products(PRODUCTS), fastest=2e11) == pytest.approx(PRODUCTS, rel=1e-6)
+
+
 def test_an_op_of_one_size_has_no_speed() -> None:
     one = [Sample("Neg", "f32", "", 1.0, 8.0, 1e-6)] * 5
     assert fit_speeds(one) == {}
