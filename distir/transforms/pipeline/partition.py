@@ -109,8 +109,8 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
     """Cut a sequence into `parts` so as to minimise the maximum cost of a part.
 
     A part costs the sum of its elements' `costs` and the larger of its two cut costs; `crossing[i]` is that of a cut
-    before element i. Returns parts - 1 positions (the first index of each later part). In a long sequence only the
-    cheapest crossings are candidates. Raises InfeasibleError if there are fewer elements than parts.
+    before element i. Returns parts - 1 positions (the first index of each later part). In a long sequence only some
+    positions are candidates (`_candidates`). Raises InfeasibleError if there are fewer elements than parts.
     """
     _check_pieces(len(costs), parts)
     at, stages = _of_prefixes(costs, crossing, parts)
@@ -160,9 +160,8 @@ def _of_prefixes(costs: Sequence[float], crossing: Sequence[float], parts: int) 
     import numpy as np
 
     n = len(costs)
-    each, inner = np.asarray(crossing, float), np.arange(1, n)
-    if len(inner) > _CANDIDATES:
-        inner = np.sort(inner[np.argsort(each[1:n], kind="stable")[: max(_CANDIDATES, parts)]])
+    each = np.asarray(crossing, float)
+    inner = 1 + _candidates(each[1:n], parts)
     at = [0, *inner.tolist(), n]
     total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
     cut_cost = np.concatenate([[0.0], each[inner], [0.0]])
@@ -176,6 +175,20 @@ def _of_prefixes(costs: Sequence[float], crossing: Sequence[float], parts: int) 
         return _Band(inside, np.where((begin >= 0) & (cost <= limit), cost, np.inf))
 
     return at, _Stages(total, float(total[-1] + cut_cost.max()), within)
+
+
+def _candidates(crossing: np.ndarray, parts: int) -> np.ndarray:
+    """Where a sequence may be cut into `parts`: all positions, or in a long sequence the cheapest crossings. Of those
+    that cost the same, as between any two layers, there are as many everywhere."""
+    import numpy as np
+
+    most = max(_CANDIDATES, parts)
+    if len(crossing) <= most:
+        return np.arange(len(crossing))
+    dearest = np.partition(crossing, most - 1)[most - 1]
+    cheaper, alike = np.flatnonzero(crossing < dearest), np.flatnonzero(crossing == dearest)
+    spread = np.linspace(0, len(alike) - 1, most - len(cheaper)).round().astype(int)
+    return np.sort(np.concatenate([cheaper, alike[spread]]))
 
 
 def _check_pieces(count: int, parts: int) -> None:

@@ -87,6 +87,16 @@ def test_what_costs_nothing_is_cut_where_least_is_sent() -> None:
     assert balanced_cut([0.0] * 4, [0.0, 3.0, 1.0, 2.0, 0.0], 2) == [2]
 
 
+@pytest.mark.parametrize("parts", [2, 4, 30])
+@pytest.mark.parametrize("cheaper", [0, 300])
+def test_a_long_sequence_is_cut_everywhere(parts: int, cheaper: int) -> None:
+    """Not only where the first of many crossings are that cost the same."""
+    n = 3000
+    crossing = [0.0, *[0.5 if 10 <= i < 10 + cheaper else 1.0 for i in range(1, n)], 0.0]
+    cuts = [0, *balanced_cut([1.0] * n, crossing, parts), n]
+    assert max(b - a for a, b in itertools.pairwise(cuts)) <= n / parts + 30
+
+
 @pytest.mark.parametrize("few", [True, False])
 def test_messages_have_a_price(few: bool) -> None:
     """Of four ops of equal cost two values cross the middle, where a cut is even, and one the other borders."""
