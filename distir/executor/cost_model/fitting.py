@@ -100,7 +100,7 @@ def _sum(coefficients: Sequence[float], columns: Sequence[Sequence[float]], k: i
     return sum(a * c[k] for a, c in zip(coefficients, columns, strict=True))
 
 
-class Fit(Protocol):
+class Regression(Protocol):
     """`fit_robust`, or for devices that nothing disturbs `nonnegative`."""
 
     def __call__(
@@ -108,7 +108,7 @@ class Fit(Protocol):
     ) -> list[float]: ...
 
 
-def fit_speed(samples: Sequence[Sample], fit: Fit = fit_robust, fastest: float = math.inf) -> OpSpeed:
+def fit_speed(samples: Sequence[Sample], fit: Regression = fit_robust, fastest: float = math.inf) -> OpSpeed:
     """The speed of one op, from its samples: launch, and the rates of FLOPs (of kernels of products) and of bytes.
 
     No kernel of products has more FLOP/s than the `fastest`: as far as few sizes tell, its seconds may all be due to
@@ -121,7 +121,7 @@ def fit_speed(samples: Sequence[Sample], fit: Fit = fit_robust, fastest: float =
 
 
 def fit_speeds(
-    samples: Sequence[Sample], fit: Fit = fit_robust, least: int = 2, fastest: Mapping[str, float] | None = None
+    samples: Sequence[Sample], fit: Regression = fit_robust, least: int = 2, fastest: Mapping[str, float] | None = None
 ) -> dict[tuple[str, str], OpSpeed]:
     """The speed of each op and dtype that has samples of at least `least` sizes. `fastest`: the most FLOP/s of
     products, by dtype."""
@@ -146,7 +146,7 @@ class ProductFit(NamedTuple):
         return self.launch + (flops + math.sqrt(self.half * flops)) / self.flops
 
 
-def fit_products(samples: Sequence[Sample], fit: Fit = fit_robust) -> ProductFit:
+def fit_products(samples: Sequence[Sample], fit: Regression = fit_robust) -> ProductFit:
     """The launch, rate and half size of products, as a DeviceSpec has them; the rate is infinite if none is seen."""
     flops, ones = [s.flops for s in samples], [1.0] * len(samples)
     launch, a, b = fit([ones, flops, [math.sqrt(x) for x in flops]], [s.seconds for s in samples])
