@@ -116,7 +116,7 @@ def test_figures_of_exact_samples() -> None:
 def test_no_op_has_more_than_the_peak() -> None:
     """Also not one whose few sizes do not tell what of its time is due to FLOPs, and what to bytes."""
     samples = [Sample("Gemm", "bf16", "product", f, 0.0, 1e-6 + f / 1e11) for f in (1e7, 1e8, 1e9)]
-    samples += [Sample("MatMul", "bf16", "product", f, f / 16, f / 1e11) for f in (1e7, 1e8, 1e9)]
+    samples += [Sample("MatMul", "bf16", "product", f, b, b / 1e9) for f, b in ((1e7, 1e6), (1e8, 9e6), (1e9, 8e7))]
     samples += [Sample("Relu", "f32", "", b, b, 1e-6 + b / 4e9) for b in (1e3, 1e5)]
     found = fit_figures(samples, replace(FIGURES, peaks={}, ops={}))
     rates = {op: found.ops[op, "bf16"].flops for op in ("Gemm", "MatMul")}

@@ -1,4 +1,4 @@
-"""Command lines with commands and flags that there are not."""
+"""Command lines with commands and flags that there are not, and flags that give sizes."""
 
 from __future__ import annotations
 

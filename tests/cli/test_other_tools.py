@@ -57,6 +57,8 @@ def test_flags_override_a_file(cli) -> None:
     assert "ZeRO 1" in out
     same = [f"{GPT},batch=64,seq=16", "--no-overlap", "--bucket-mb", "inf", "--dp", 4, "--tp", 2]
     assert cli(*same, "--microbatches", 4, "--zero", 1)[1] == out
+    code, out, _ = cli(GPT, "--batch", 64, "--seq", 8, "--megatron-args", "args", "--gpus", 8, "--zero", 1)
+    assert (code, "batch 64" in out) == (0, True)
 
 
 def test_plans_are_written_and_read_back(cli) -> None:

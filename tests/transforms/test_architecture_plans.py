@@ -126,8 +126,8 @@ def test_what_attention_computes_counts(fault: str, kind: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equal_layers_have_the_collectives_that_each_would_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decided once, as on a quotient, or one by one. On 4 devices 2 heads of keys are on each, so that the gradients of
-    these are sums."""
+    """Decided once, as on a quotient, or one by one. With 2 heads of keys on 4 devices each is on several, so that the
+    gradients of keys are sums."""
     plan, found = Plan(1, 4, sequence_parallel=True), []
     for decided in (quotient, _one_by_one):
         monkeypatch.setattr(seeds, "quotient", decided)

@@ -65,9 +65,9 @@ def count_uses(kernel: Kernel) -> Counter[int]:
 Bind = Callable[[str, Any], str]
 
 
-_MAKE = ("add", "addmm", "cat", "div", "index_select", "log_softmax", "matmul", "mm", "mul", "neg", "softmax", "sub")
 _DEEPEST = 20
 """How deep expressions are nested; Python takes 200, and a norm over all weights adds up hundreds of numbers."""
+_MAKE = ("add", "addmm", "cat", "div", "index_select", "log_softmax", "matmul", "mm", "mul", "neg", "softmax", "sub")
 _INTO: dict[Any, tuple[Callable[..., Any], str]] = {
     f: (getattr(torch, name), "out")
     for name in (*_MAKE, "sigmoid", "sum", "tanh", "zeros")

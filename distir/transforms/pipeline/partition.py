@@ -186,7 +186,8 @@ def _candidates(crossing: np.ndarray, parts: int) -> np.ndarray:
     if len(crossing) <= most:
         return np.arange(len(crossing))
     dearest = np.partition(crossing, most - 1)[most - 1]
-    cheaper, alike = np.flatnonzero(crossing < dearest), np.flatnonzero(crossing == dearest)
+    same = np.isclose(crossing, dearest, rtol=_SLACK, atol=0.0)
+    cheaper, alike = np.flatnonzero((crossing < dearest) & ~same), np.flatnonzero(same)
     spread = np.linspace(0, len(alike) - 1, most - len(cheaper)).round().astype(int)
     return np.sort(np.concatenate([cheaper, alike[spread]]))
 

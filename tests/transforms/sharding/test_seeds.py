@@ -154,7 +154,7 @@ def test_ops_of_equal_layers_are_placed_as_each_would_be(model: Model, layers: i
     assert found.placed.collectives == alone.collectives
 
 
-def without_dropout(layers: int) -> Function:
+def plain(layers: int) -> Function:
     return Model(2, heads=4, size=4, kv=2, layers=layers, vocabulary=64, sequence=4, ffn=2).step(2)
 
 
@@ -180,7 +180,7 @@ def form(sig: Signature) -> tuple[object, ...]:
     return sig.spec, len(sig.ins), shapes, sig.attrs if any(shapes) else None
 
 
-@pytest.mark.parametrize("step", [without_dropout, clipped, with_dropout])
+@pytest.mark.parametrize("step", [plain, clipped, with_dropout])
 def test_a_quotient_does_not_grow_with_the_layers(step: Callable[[int], Function]) -> None:
     found: list[int] = []
     for layers in (6, 7, 9):
