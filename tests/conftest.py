@@ -4,16 +4,14 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
-from tests.warm import Warm
+from distir.backends.processes import fork_server
 
 # Before numpy and torch are loaded: threads of one test would only take the cores that the other processes need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,20 +49,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session")
-def warm_process() -> Generator[Warm, None, None]:
-    warm = Warm()
-    yield warm
-    warm.end()
+def torch_loaded() -> Generator[fork_server.ForkServer, None, None]:
+    server = fork_server.ForkServer()
+    yield server
+    server.end()
 
 
 @pytest.fixture
-def warm(warm_process: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of runs on this host are forked from a process that has loaded torch."""
-    from distir.backends.processes import spawn
-
+def preloaded(torch_loaded: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of runs on this host are forked from a process that has loaded torch, which takes longer than most runs of
+    tests. Tests of how processes start and end do without."""
     if sys.platform == "linux":
-        stand_in = SimpleNamespace(Popen=warm_process, DEVNULL=subprocess.DEVNULL)
-        monkeypatch.setattr(spawn, "subprocess", stand_in)
+        monkeypatch.setattr(fork_server, "_server", torch_loaded)
+        monkeypatch.setattr(fork_server, "OF_A_RUN", fork_server.OF_A_RUN | {"PYTEST_CURRENT_TEST"})
 
 
 def pytest_sessionfinish() -> None:

@@ -37,7 +37,7 @@ from distir.transforms.pipeline.schedule import PipeDreamScheduler
 from distir.transforms.pipeline.schedule_table import parse_table
 from distir.transforms.rank.project import project
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples" / "gpt2-tiny.onnx"

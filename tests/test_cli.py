@@ -22,7 +22,7 @@ from distir.ir.errors import ModelError
 from distir.ir.type import Tensor
 from tests.importer.models import model, node
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 ROOT = Path(__file__).parent.parent
 GPT, MLP = (str(ROOT / "examples" / f"{name}.onnx") for name in ("gpt2-tiny", "mlp"))

@@ -21,7 +21,7 @@ from distir.runtime.finite import ALL_FINITE, FiniteWatch, is_finite
 from tests.runs import ROOT
 from tests.test_torchrun import exit_codes, said, torchrun
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 MLP = str(ROOT / "examples" / "mlp.onnx")
 MSE = ["--dim", "batch=8", "--loss", "mse"]

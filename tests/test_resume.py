@@ -24,7 +24,7 @@ from distir.ir.errors import UsageError
 from distir.runtime.run_directory import lock_directory
 from tests.runs import ROOT, free_port, small
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 FOUR = distir.Plan(2, 2, 1)
 MLP = ["run", str(ROOT / "examples" / "mlp.onnx"), "--dim", "batch=8", "--loss", "mse"]

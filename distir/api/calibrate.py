@@ -22,6 +22,7 @@ from distir.api.calibration_fit import Figures, Links, fit_figures, fit_links, f
 from distir.api.calibration_runs import Profiled, TimedStep, Training, measure_ops, measure_step
 from distir.api.calibration_suite import Suite, launched, measured_again, split_programs, suite, timed
 from distir.api.results import aligned
+from distir.backends.processes.fork_server import preloaded
 from distir.executor.cost_model.fitting import Error, Sample, errors
 from distir.hardware import host_cache, host_cores, load_runtime
 from distir.ir.errors import UsageError, counted
@@ -103,10 +104,11 @@ def calibrate(
     options = RunOptions(device=device, allow_nonfinite=True)
     again = measured_again(what, device)
     phases = _Phases(on_phase, _count(what, again, device))
-    profiled = _profile(what, options, phases)
-    links = _links(what, device, phases)
-    measured = _measure_steps((what, again), options, phases)
-    profiled.samples.extend(_measure_ops(again, options, phases))
+    with preloaded():
+        profiled = _profile(what, options, phases)
+        links = _links(what, device, phases)
+        measured = _measure_steps((what, again), options, phases)
+        profiled.samples.extend(_measure_ops(again, options, phases))
     usual = load_runtime("distir").communication
     issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
     cache = host_cache() if kind == "cpu" else 0.0

@@ -58,6 +58,11 @@ def job_file(folder: Path) -> Path:
     return folder / "job.pickle"
 
 
+def request_file(folder: Path) -> Path:
+    """The file with how a run's supervisor is to be forked, in its temporary folder."""
+    return folder / "request.pickle"
+
+
 def log_file(folder: Path, rank: int) -> Path:
     """The file with a rank's stdout and stderr."""
     return folder / f"rank{rank}.log"

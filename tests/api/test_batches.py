@@ -24,7 +24,7 @@ from distir.runtime.epochs import Epoch, Epochs
 from distir.runtime.job import Job
 from distir.transforms.differentiation.training import SGD, training_step
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 ROOT = Path(__file__).parents[2]
 WORDS = "".join(f"{k} bottles of beer on the wall, {k} bottles of beer\n" for k in range(120))
 

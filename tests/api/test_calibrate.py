@@ -29,7 +29,7 @@ from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 from distir.transforms.rank.as_run import as_run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 SPEED = OpSpeed(5e-6, 5e10, 2e10)
 FIGURES = Figures(

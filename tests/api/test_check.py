@@ -25,7 +25,7 @@ from distir.runtime.options import RunOptions
 from distir.runtime.outcome import Outcome
 from distir.transforms.differentiation.training import SGD, AdamW
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3

@@ -14,7 +14,7 @@ from distir.api.comparison import Comparison, Row, compare, line_up
 from distir.api.timings import PREDICTED, Process, Slice, TraceFile, aligned, read_trace
 from distir.ir.errors import UsageError
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 ROOT = Path(__file__).parents[2]
 PLANS = [

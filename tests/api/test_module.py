@@ -17,7 +17,7 @@ from distir import Plan
 from distir.ir.errors import MismatchError, ModelError, UsageError
 from distir.runtime.options import RunOptions
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 BATCH = 8
 OPTIMIZERS: dict[str, tuple[Any, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]] = {

@@ -11,7 +11,7 @@ import pytest
 from distir.cli import main
 from tests.importer.models import model, node
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt2-tiny.onnx")
 TEXTS = [GPT, "--dim", "batch=8", "--loss", "cross-entropy"]

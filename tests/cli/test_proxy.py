@@ -10,7 +10,7 @@ import pytest
 
 from distir.cli import main
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Cli = Callable[..., tuple[int, str, str]]

@@ -29,7 +29,7 @@ from distir.transforms.rank.order import check_order
 from distir.transforms.rank.proxied import proxied
 from distir.transforms.rank.rank_program import in_step
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 SMALL: dict[str, Any] = {"layers": 4, "stages": 2, "microbatches": 3, "activation": 64}
 EVERY: list[ProxySizes] = [

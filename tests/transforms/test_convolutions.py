@@ -24,7 +24,7 @@ from tests.importer.models import node
 from tests.importer.test_exported import exported
 from tests.transforms.programs import Plan, Program, check, distributed, filled
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 BATCH = 8
 

@@ -15,16 +15,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from distir.backends.processes.fork_server import Forked, server
 from distir.backends.processes.preflight import rank_threads
 from distir.runtime.failure import GRACE_SECONDS
 from distir.runtime.job import Job
 from distir.runtime.run_directory import job_file
 
+Supervisor = subprocess.Popen[bytes] | Forked
+
 
 class Processes(NamedTuple):
     """The supervisor process, the connection to it, and one to each rank."""
 
-    supervisor: subprocess.Popen[bytes]
+    supervisor: Supervisor
     control: Connection
     links: list[Connection]
 
@@ -34,22 +37,29 @@ def start(job: Job, folder: Path, locks: Sequence[int]) -> Processes:
     job_file(folder).write_bytes(pickle.dumps(job.shipped(folder), pickle.HIGHEST_PROTOCOL))
     pairs = [socket.socketpair() for _ in range(job.world + 1)]
     theirs = [b.fileno() for _, b in pairs]
-    command = [sys.executable, "-m", "distir.backends.processes.worker", str(folder), *map(str, theirs)]
-    # a new session: Ctrl-C reaches only this process, which then ends the others
-    with open(supervisor_log(folder), "wb") as log:
-        supervisor = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=_environment(job, folder),
-            pass_fds=[*theirs, *locks],
-            start_new_session=True,
-        )
+    supervisor = _supervisor(job, folder, theirs, locks)
     ends = [Connection(a.detach()) for a, _ in pairs]
     for _, b in pairs:
         b.close()
     return Processes(supervisor, ends[0], ends[1:])
+
+
+def _supervisor(
+    job: Job, folder: Path, theirs: Sequence[int], locks: Sequence[int]
+) -> subprocess.Popen[bytes] | Forked:
+    env = _environment(job, folder)
+    with open(supervisor_log(folder), "wb") as log:
+        forked = (fork_server := server()) and fork_server.fork(folder, env, log.fileno(), theirs, locks)
+        # a new session: Ctrl-C reaches only this process, which then ends the others
+        return forked or subprocess.Popen(
+            [sys.executable, "-m", "distir.backends.processes.worker", str(folder), *map(str, theirs)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=env,
+            pass_fds=[*theirs, *locks],
+            start_new_session=True,
+        )
 
 
 def _environment(job: Job, folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -182,10 +182,11 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     leave_group(True)
 
 
-def main() -> None:
-    folder, control, *links = sys.argv[1:]
+def main(arguments: Sequence[str]) -> None:
+    """Be the supervisor: see the module. `arguments`: FOLDER CONTROL RANK0 RANK1 ..."""
+    folder, control, *links = arguments
     supervise(Path(folder), Connection(int(control)), [Connection(int(fd)) for fd in links])
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

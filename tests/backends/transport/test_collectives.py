@@ -35,7 +35,7 @@ from distir.ir.type import (
 )
 from tests.backends.launching import run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 DEVICES = [Device("cpu", k) for k in range(4)]
 MESH = Mesh(DEVICES, {"dp": 2, "tp": 2})

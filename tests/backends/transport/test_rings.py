@@ -9,7 +9,7 @@ from distir.executor.reference.sequential import SequentialExecutor
 from tests.backends.launching import run
 from tests.ops.rings import RINGS
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 @pytest.mark.parametrize("n", [2, 4])

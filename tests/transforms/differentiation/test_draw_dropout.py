@@ -31,7 +31,7 @@ from distir.transforms.pipeline.evaluation import evaluation
 from distir.transforms.rewriting.precision import with_dtype
 from tests.transforms.programs import BATCH, PLAIN, TOLERANCE, Plan, Program, check, distributed, error, run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 RATIO = 0.2
 SMALL = Decoder(2, 16, 4, vocab=19, seq=6, batch=BATCH, dropout=RATIO)
