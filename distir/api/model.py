@@ -310,11 +310,14 @@ def _read(model: ModelSource, options: LoadOptions) -> Model:
 
 
 def check_there(path: Path) -> None:
-    """Raises UsageError if there is no such file, with the model's name that may have been meant."""
+    """Raises UsageError if there is no such file, with the model's name, or the file beside it, that may have been
+    meant."""
     if not path.exists():
         known = model_names()
+        files = [str(p) for p in path.parent.glob(f"*{path.suffix}")] if path.suffix else []
         listed = None if path.suffix else f"models by name are {', '.join(known)}"
-        raise UsageError(f"there is no file {path}", did_you_mean(str(path).partition(":")[0], known, listed))
+        hint = did_you_mean(str(path).partition(":")[0], known) or did_you_mean(str(path), files, listed)
+        raise UsageError(f"there is no file {path}", hint)
 
 
 def is_module(x: object) -> TypeGuard[torch.nn.Module]:

@@ -176,7 +176,8 @@ class Prediction:
 
     def head(self) -> list[str]:
         """The model and its work, the plan, the cluster, and which dtypes the cluster's devices have no peak of."""
-        work = f"{parameters_line(self.source)}, {count(self.flops)}FLOPs a step"
+        what = "a step" if self.source.updates else "a forward pass"
+        work = f"{parameters_line(self.source)}, {count(self.flops)}FLOPs {what}"
         first, *rest = self.summary.lines()
         without = [
             f"the devices have no peak of {name}: its products are predicted at the speed of {other}"

@@ -18,6 +18,8 @@ from distir.models.rotary import Scaling, turns
 if TYPE_CHECKING:
     import numpy as np
 
+_NEAR = 1 << 12
+"""How far from a number its neighbours among divisors are looked for."""
 LAYERS = 1 << 14
 """Limit on layers, each of which is some thirty ops of the program."""
 PARTS = ("qkv", "out", "mlp", "head")
@@ -149,7 +151,8 @@ class Decoder:
         default("shares", "probabilities" if self.choices == 1 else "normalized")
         if self.heads > 0 and not self.head_size:
             if self.hidden % self.heads:
-                raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads")
+                hint = f"{_dividing(self.hidden, self.heads)} heads, or give head_size"
+                raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads", hint)
             default("head_size", self.hidden // self.heads)
         if self.head_size > 0:
             default("score_scale", 1 / math.sqrt(self.head_size))
@@ -174,7 +177,8 @@ class Decoder:
 
     def _check_attention(self) -> None:
         if self.heads % self.kv_heads:
-            raise UsageError(f"heads {self.heads} does not divide by {self.kv_heads} kv_heads")
+            hint = f"kv_heads {_dividing(self.heads, self.kv_heads)}"
+            raise UsageError(f"heads {self.heads} does not divide by {self.kv_heads} kv_heads", hint)
         if self.attention == "unfused" and self.window:
             raise UsageError("unfused attention has no window", "leave out window, or attention=fused")
         if self.rotary and self.head_size % 2:
@@ -242,6 +246,13 @@ class Decoder:
     def slots(self) -> int:
         """The most tokens of a group that an expert takes."""
         return min(self.group, math.ceil(self.group * self.choices * Fraction(str(self.capacity)) / self.experts))
+
+
+def _dividing(n: int, near: int) -> str:
+    """The divisors of n next to a number that is none, of those that are not far from it."""
+    below = next((k for k in range(near - 1, max(0, near - _NEAR), -1) if n % k == 0), 1)
+    above = next((k for k in range(near + 1, near + _NEAR) if n % k == 0), below)
+    return " or ".join(map(str, sorted({below, above})))
 
 
 def kind_of(field: Field[Any]) -> type:

@@ -184,8 +184,8 @@ def _answer(table: PlanTable) -> str:
     found = best.detail
     limit = ""
     if best.limit is not None:
-        what, change = best.limit
-        limit = f"<p>It is limited by <b>{escape(what)}</b>. Next: {escape(change)}.</p>\n"
+        binds, change = best.limit
+        limit = f"<p>It <b>{escape(binds)}</b>. Next: {escape(change)}.</p>\n"
     cards = (
         (seconds(best.seconds), "a step"),
         (f"{rate:,.0f}", f"{unit} a second, {rate / best.plan.size:,.0f} a device"),

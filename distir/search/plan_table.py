@@ -108,12 +108,17 @@ class PlanRow:
 
     @property
     def limit(self) -> tuple[str, str] | None:
-        """What binds the plan, and the next thing to change: the search has tried the settings that varied."""
+        """What binds the plan ("is limited by compute"), and the next thing to change: the search has tried the
+        settings that varied."""
         if self.binds is None:
             return None
         what = BINDINGS[self.binds]
         held = [name for name in what.settings if name in self.held]
-        return what.name, f"let {', '.join(held)} vary; {what.change}" if held else what.change
+        change = f"let {', '.join(held)} vary; {what.change}" if held else what.change
+        if self.binds in ("compute", "memory"):
+            return f"is limited by {what.name}", change
+        lost = self.detail.bubble if self.binds == "bubble" and self.detail else self.exposed(self.binds)
+        return f"loses most to {what.name}, {lost:.1%} of its step", change
 
     @property
     def mfu(self) -> float:
@@ -308,8 +313,8 @@ class PlanTable:
         """What binds the best plan, what is certain, and how the search went."""
         found: list[str] = []
         if self.rows and (limit := self.rows[0].limit) is not None:
-            what, change = limit
-            found.append(f"the best plan is limited by {what}; next: {change}")
+            binds, change = limit
+            found.append(f"the best plan {binds}; next: {change}")
         if self.short is not None:
             found.append(f"quickest that does not fit, {seconds(self.short.seconds)}: {self.short}")
         certain = f"no plan left out is quicker than {seconds(self.bound)}" if self.bound else "others may be quicker"

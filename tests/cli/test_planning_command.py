@@ -24,7 +24,7 @@ def test_table(capsys):
     out = capsys.readouterr().out
     assert "MFU" in out
     assert "plans: " in out
-    assert "the best plan is limited by" in out
+    assert "the best plan loses most to " in out
 
 
 def test_json(capsys):
@@ -200,7 +200,7 @@ def test_interrupted_while_the_shown_plans_are_examined(capsys, monkeypatch, tmp
     found = capsys.readouterr()
     assert len([x for x in found.out.splitlines() if x.startswith("dp ")]) == 2
     assert "interrupted: the programs of" in found.out
-    assert "limited by" not in found.out
+    assert "the best plan " not in found.out
     assert "distir: error: interrupted" in found.err
     assert path.exists()
 

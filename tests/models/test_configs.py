@@ -334,7 +334,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         ({**LLAMA, "hidden_size": -1}, "hidden_size: expected a number above 0, got -1", None),
         ({**LLAMA, "max_position_embeddings": 0}, "max_position_embeddings: expected a number above 0, got 0", None),
         ({**LLAMA, "rms_norm_eps": -1.0}, "epsilon is a number of at least 0, got -1", None),
-        ({**LLAMA, "num_attention_heads": 5}, "hidden 32 does not divide by 5 heads", None),
+        ({**LLAMA, "num_attention_heads": 5}, "hidden 32 does not divide by 5 heads", "4 or 8 heads, .*"),
         ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1", None),
         ({**LLAMA, "rms_norm_eps": math.nan}, "rms_norm_eps: expected a number, got NaN", None),
         ({**LLAMA, "hidden_act": "quick_gelu"}, "hidden_act: unknown activation 'quick_gelu'", r"known are gelu, .*"),

@@ -187,7 +187,7 @@ def test_interrupted_while_the_shown_plans_are_examined(monkeypatch, jobs):
         assert table.rows[0] == whole.rows[0]
     assert all((row.binds is None) == (row.detail is None) for row in table.rows)
     assert "are not verified" in str(table)
-    assert "limited by" in str(table) or missing[0]
+    assert "the best plan " in str(table) or missing[0]
     found = table.to_json()["plans"]
     assert [x["compute"] is None and x["next"] is None and x["exposed"] is None for x in found] == missing
 
@@ -235,9 +235,14 @@ def test_why_there_is_no_plan(fix, hint):
 
 def test_what_to_change_is_no_setting_that_was_tried():
     row = plan(trained(), "dgx-a100", 2, top=1).rows[0]
-    held = replace(row, binds="dp", held=("zero", "chunks"))
-    assert replace(row, binds="dp").limit == (BINDINGS["dp"].name, BINDINGS["dp"].change)
-    assert held.limit == (BINDINGS["dp"].name, f"let zero vary; {BINDINGS['dp'].change}")
+    assert row.detail is not None
+    row = replace(row, detail=row.detail._replace(exposed={"dp": 0.25, "cp+dp": 0.125, "tp": 0.5}, bubble=0.0625))
+    change = BINDINGS["dp"].change
+    dp = "loses most to data-parallel communication, 37.5% of its step"
+    assert replace(row, binds="dp").limit == (dp, change)
+    assert replace(row, binds="dp", held=("zero", "chunks")).limit == (dp, f"let zero vary; {change}")
+    assert replace(row, binds="bubble").limit[0] == "loses most to the pipeline's bubble, 6.2% of its step"
+    assert replace(row, binds="compute").limit == ("is limited by compute", BINDINGS["compute"].change)
     assert {name for b in BINDINGS.values() for name in b.settings} <= set(SETTINGS)
 
 
