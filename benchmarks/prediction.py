@@ -29,6 +29,7 @@ import distir
 from distir.api.calibrate import calibrate
 from distir.api.calibration_runs import Training, perceptron
 from distir.api.calibration_suite import Suite
+from distir.backends.processes.fork_server import preloaded
 from distir.ir.type import Float32
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -198,7 +199,8 @@ def main() -> None:
             done = calibrate("cpu", cluster, say, SMALL if args.small else None)
             print(done, file=sys.stderr)
             calibration = done.to_json() | {"file": None}
-        results = measure(names, ranks, args.runs, cluster)
+        with preloaded():
+            results = measure(names, ranks, args.runs, cluster)
     _tell(args.json, results, calibration)
 
 

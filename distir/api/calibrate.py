@@ -20,7 +20,7 @@ from typing import Any
 
 from distir.api.calibration_fit import Figures, Links, fit_figures, fit_links, fit_steps, to_toml
 from distir.api.calibration_runs import Profiled, TimedStep, Training, measure_ops, measure_step
-from distir.api.calibration_suite import Suite, launched, measured_again, split_programs, suite, timed
+from distir.api.calibration_suite import Suite, launched, measured_again, split_programs, steps_on, suite, timed
 from distir.api.results import aligned
 from distir.backends.processes.fork_server import preloaded
 from distir.executor.cost_model.fitting import Error, Sample, errors
@@ -219,7 +219,7 @@ def _measure_steps(parts: Sequence[Suite], options: RunOptions, phases: _Phases)
             for t, plans in timed(what, n):
                 for plan in plans:
                     phases.next(f"measuring steps on {counted(n, 'rank')}")
-                    times.setdefault((n, t, plan), []).append(measure_step(t.model(), plan, t.steps, options))
+                    times.setdefault((n, t, plan), []).append(measure_step(t.model(), plan, steps_on(n, t), options))
     found: dict[int, list[TimedStep]] = {}
     for (n, _, _), same in times.items():
         found.setdefault(n, []).append(same[0]._replace(seconds=geometric_mean([s.seconds for s in same])))

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +34,10 @@ from distir.executor.cost_model.fitting import (
     nearest,
     nonnegative,
 )
-from distir.hardware import MIB, among, load_cluster
+from distir.hardware import MIB, among, host_cores, load_cluster
+from distir.ir.errors import WorkerError
 from distir.ir.topology import CoreSharing, OpSpeed, Regular, Topology
+from distir.runtime.parent import die_with
 
 _HOST = 1e-5
 """The seconds of a call, or of an op that a host issues, from which their fit starts."""
@@ -69,6 +78,9 @@ _NOISE = 0.1
 """How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them."""
 _NEAR = 0.1
 """On a CPU a step that is farther from its prediction, as a logarithm, counts less: Huber's loss."""
+
+_PARTS = 4
+"""Into how many parts, for each core, steps are divided that cores predict side by side: they differ in size."""
 
 
 class Links(NamedTuple):
@@ -178,8 +190,8 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     regression): steps that say little of one leave it there.
     """
 
-    def far(found: Figures, measured: Iterable[TimedStep]) -> list[float]:
-        logarithms = [math.log(ratio) for ratio in ratios_of(found, measured)]
+    def far(ratios: Iterable[float]) -> list[float]:
+        logarithms = [math.log(ratio) for ratio in ratios]
         return [huber(x, _NEAR) for x in logarithms] if inline else logarithms
 
     inline = figures.kind == "cpu"
@@ -201,17 +213,58 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
 
     # in a graph kernels follow each other more closely than with timestamps between them
     bounds = [(_LEAST, _MOST), (_LEAST, _MOST), *([] if inline else [(0.1, 10.0)])]
-    found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0] * len(bounds), bounds))
+    found = alone(nearest(lambda x: far(ratios_of(alone(x), steps[1])), [1.0] * len(bounds), bounds))
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
         start, limits = [e.start for e in _SHARED.values()], [(e.least, e.most) for e in _SHARED.values()]
-        found = shared(nearest(lambda x: [*far(shared(x), every), *unexpected(x)], start, limits))
+        with side_by_side(every) as ratios:
+            found = shared(nearest(lambda x: [*far(ratios(shared(x))), *unexpected(x)], start, limits))
     return replace(found, ratios={n: tuple(ratios_of(found, _in_runs(rows))) for n, rows in sorted(steps.items())})
 
 
 def _in_runs(steps: Iterable[TimedStep]) -> list[TimedStep]:
     """Those that are as in runs."""
     return [s for s in steps if not s.launched]
+
+
+@contextmanager
+def side_by_side(measured: Sequence[TimedStep]) -> Iterator[Callable[[Figures], list[float]]]:
+    """Context with `ratios_of` these steps: a process for each core predicts some of them, and has their programs from
+    this one. Where none can be forked it is this process."""
+    jobs = min(host_cores(), len(measured))
+    if jobs == 1 or "fork" not in get_all_start_methods():
+        yield lambda figures: ratios_of(figures, measured)
+        return
+    global _measured
+    count = min(_PARTS * jobs, len(measured))
+    _measured = [measured[k::count] for k in range(count)]
+    pool = ProcessPoolExecutor(jobs, get_context("fork"), _begin, (os.getpid(),))
+
+    def ratios(figures: Figures) -> list[float]:
+        parts = list(pool.map(partial(_ratios, figures), range(count)))
+        return [parts[k % count][k // count] for k in range(len(measured))]
+
+    try:
+        yield ratios
+    except BrokenProcessPool:
+        raise WorkerError("a process of the fit was ended from outside") from None
+    finally:
+        _measured = []
+        pool.shutdown(cancel_futures=True)
+
+
+_measured: list[Sequence[TimedStep]] = []
+"""What the processes of `side_by_side` inherit: for each of them some steps."""
+
+
+def _begin(parent: int) -> None:
+    """Ctrl-C goes to all processes of a terminal: the parent ends these; the kernel does if the parent is killed."""
+    die_with(parent, "distir-fit")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _ratios(figures: Figures, part: int) -> list[float]:
+    return ratios_of(figures, _measured[part])
 
 
 def ratios_of(figures: Figures, measured: Iterable[TimedStep]) -> list[float]:

@@ -12,6 +12,9 @@ _SHORTEST = 2
 """The training steps that are measured again at the end, on a CPU, and their ops: the first of a suite, on two ranks at
 most. Short ones differ most from minute to minute, with what else the host runs."""
 
+_FEWEST = 6
+"""Steps that are timed, at least, if they are as many on one rank."""
+
 
 class Suite(NamedTuple):
     """What is measured: training steps with a profile, products by dtype, ranks, sizes; `spread`: which of the training
@@ -87,6 +90,11 @@ def timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
     every = range(len(what.trainings))
     chosen = every if ranks == 1 else [k for k in what.spread if k in every][0 if ranks == 2 else 1 :]
     return [(what.trainings[k], plans_of(ranks, k < 3)) for k in chosen]
+
+
+def steps_on(ranks: int, t: Training) -> int:
+    """How many steps are timed on so many ranks: several steps of the ranks of a host take longer, and fewer do."""
+    return max(_FEWEST, t.steps // ranks)
 
 
 def measured_again(what: Suite, device: str) -> Suite:

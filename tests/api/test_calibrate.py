@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import ProductFit, Sample
 from distir.executor.simulator.labels import by_label
 from distir.hardware import host_cache, load_cluster
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, WorkerError
 from distir.ir.function import Op
 from distir.ir.topology import CoreSharing, OpSpeed, Topology
 from distir.ir.type import Float32, Tensor
@@ -171,6 +173,24 @@ def test_figures_of_exact_steps() -> None:
     assert found.links[:5] == pytest.approx(FIGURES.links[:5], rel=0.05)
     assert [len(found.ratios[n]) for n in (1, 2, 4)] == [4, 6, 4]
     assert all([0.95 < x < 1.05 for ratios in found.ratios.values() for x in ratios])
+
+
+def test_steps_are_predicted_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [s for n in (1, 2, 4) for s in steps(FIGURES, n)]
+    slower = FIGURES.slowed(1.5)
+    monkeypatch.setattr(calibration_fit, "host_cores", lambda: 3)
+    for count in (len(measured), 2, 1):
+        expected = [calibration_fit.ratios_of(x, measured[:count]) for x in (FIGURES, slower)]
+        with calibration_fit.side_by_side(measured[:count]) as ratios:
+            assert [ratios(FIGURES), ratios(slower)] == expected
+    monkeypatch.setattr(calibration_fit, "_ratios", _killed)
+    with pytest.raises(WorkerError, match="ended from outside"), calibration_fit.side_by_side(measured) as ratios:
+        ratios(FIGURES)
+
+
+def _killed(figures: Figures, part: int) -> list[float]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []
 
 
 def test_what_is_expected_holds_back_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ _STEPS = 20
 short to go on."""
 _DIFFERENCE, _LONGEST, _SHORTEST = 0.1, 2.0, 0.01
 _DAMPING = 0.1
+_LITTLE = 0.005
+"""A step that lowers the sum of squares by a smaller share is the last."""
 
 
 class Sample(NamedTuple):
@@ -202,8 +204,11 @@ def nearest(
             if moved < _SHORTEST:
                 return np.exp(here).tolist()
             new = value(there)
-            if (new**2).sum() < (off**2).sum():
+            before, after = (off**2).sum(), (new**2).sum()
+            if after < before:
                 here, off, damping = there, new, damping / 10
+                if after > before * (1 - _LITTLE):
+                    return np.exp(here).tolist()
                 break
             damping *= 10
     return np.exp(here).tolist()
