@@ -12,18 +12,18 @@ from distir.api.plot import accuracy_figure, format_of, save
 from distir.api.results import aligned, seconds
 from distir.api.scores import Scores
 from distir.cli.output import Progress, print_json
-from distir.ir.errors import counted
+from distir.ir.errors import UsageError, counted
 from distir.ir.files import check_writable
 
 _HEAD = ("source", "rows", "MAE", "p50", "p90", "worst", "bias", "Spearman", "regret", "memory error")
-_ROW_HEAD = ("row", "measured", "predicted", "error", "measured peak", "predicted peak")
+_ROW_HEAD = ("row", "runtime", "measured", "predicted", "error", "measured peak", "predicted peak")
 _NONE = "-"
 _SHOWN = 3
 """So many rows are named for each reason."""
 
 
 def accuracy(args: argparse.Namespace) -> None:
-    """`distir accuracy`."""
+    """`distir accuracy`. Raises UsageError, with the reasons, if no row can be predicted."""
     if args.plot is not None:  # before the predictions, which take time
         format_of(args.plot)
         check_writable(args.plot)
@@ -38,6 +38,12 @@ def accuracy(args: argparse.Namespace) -> None:
         found = predict_all(args.file, args.source, on_row)
     if args.plot is not None:
         save(accuracy_figure(found), args.plot)
+    if all([scored.predicted is None for scored in found.rows]):
+        error = UsageError(f"{args.file}: no row can be predicted", found.rows[0].reason)
+        error.result = found.to_json()
+        if not args.json:
+            print("\n".join(_lines(found, args.rows)))
+        raise error
     if args.json:
         print_json(found.to_json())
         return
@@ -82,6 +88,7 @@ def _row(scored: Scored) -> tuple[str, ...]:
     error = None if scored.predicted is None else predicted / measured - 1
     return (
         scored.row.id,
+        scored.row.runtime,
         *[_NONE if x is None else seconds(x) for x in (measured, predicted)],
         _NONE if error is None else f"{error:+.1%}",
         *[_NONE if x is None else f"{x:.1f} GiB" for x in (row["measured_peak_gib"], row["predicted_peak_gib"])],

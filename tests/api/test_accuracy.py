@@ -675,10 +675,21 @@ def test_table(table, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^source +rows +MAE +p50 +p90 +worst +bias +Spearman +regret +memory error$", text, re.MULTILINE)
     assert re.search(r"^lab +1 of 6 +[\d.]+%", text, re.MULTILINE)
     assert re.search(r"^old +1 +[\d.]+% .* [\d.]+%$", text, re.MULTILINE)
-    assert re.search(r"^gpt-0 +10.000 ms +[\d.]+ [mu]s +[+-][\d.]+% +- +[\d.]+ GiB$", text, re.MULTILINE)
+    assert re.search(r"^gpt-0 +[a-z-]+ +10.000 ms +[\d.]+ [mu]s +[+-][\d.]+% +- +[\d.]+ GiB$", text, re.MULTILINE)
     reason = "dtype int8 is none of fp32, bf16, fp16, fp8: 5 rows, bad-0, bad-1, bad-2 and 2 more"
     assert f"\nnot predicted:\n  {reason}\n" in text
     assert "median time of a prediction: " in text
+
+
+def test_that_no_row_is_predicted_is_an_error(table, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reasons are told all the same."""
+    path = table({**GPT, "dtype": "int8"}, MLP)
+    assert main(["accuracy", str(path), "--source", "lab", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["result"]["rows"][0]["reason"].startswith("dtype int8")
+    assert err.startswith(f"distir: error: {path}: no row can be predicted\nhint: dtype int8")
+    assert main(["accuracy", str(path), "--source", "lab"]) == 2
+    assert "not predicted:\n  dtype int8" in capsys.readouterr().out
 
 
 def test_sources_are_chosen(table, capsys: pytest.CaptureFixture[str]) -> None:
