@@ -1,6 +1,6 @@
 """Benchmark of accuracy on rows that no figure was fitted to: figures are fitted again without them.
 
-    python benchmarks/accuracy_folds.py [--file FILE.csv] [--folds K] [--small] [--json]
+    python benchmarks/accuracy_folds.py [--file FILE.csv] [--folds K] [--small] [--json [FILE]]
 
 The fitted figures of devices, runtimes and networks (FIGURES) are fitted to the measured steps of the file: to all, to
 all but those of each of K folds (every Kth row of a source), and to all but those of each source; each time the rows
@@ -14,7 +14,6 @@ Algorithms of collectives, and figures fitted to single kernels, were fitted to 
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 from distir import hardware
 from distir.api.accuracy import cost_of, predict, program_of
@@ -202,15 +201,11 @@ def main() -> None:
         measured, figures, folds = measured[:4], FIGURES[:2], 2
     rows = Rows(measured, figures)
     found = measure(rows, folds)
-    if args.json:
-        fit = {
-            str(f): float(x)
-            for f, x in zip(figures, np.exp(rows.fitted(np.ones(len(rows.rows), bool))[0]), strict=True)
-        }
-        print(json.dumps({"machine": machine(), "sources": found, "fitted_over_shipped": fit}, indent=2))
+    every, known = rows.fitted(np.ones(len(rows.rows), bool))
+    fit = {str(f): float(x) for f, x in zip(figures, np.exp(every), strict=True)}
+    if as_json(args.json, {"machine": machine(), "sources": found, "fitted_over_shipped": fit}):
         return
     print(text_of(found))
-    every, known = rows.fitted(np.ones(len(rows.rows), bool))
     print("\nfigures fitted to all rows, as multiples of the shipped ones:")
     for figure, factor, is_known in zip(figures, np.exp(every), known, strict=True):
         print(f"  {figure} {f'{factor:.3f}' if is_known else '-'}")

@@ -1,6 +1,6 @@
 """Benchmark of collectives on sizes that no figure was fitted to: figures are fitted again without them.
 
-    python benchmarks/collective_folds.py [--json]
+    python benchmarks/collective_folds.py [--json [FILE]]
 
 The figures of the communication library's algorithms, which are shipped as fitted to all measured all-reduces of a
 system in ../shared/accuracy (those of A100 with none of 64 KiB and more over 20 % off), are fitted again to those of
@@ -15,7 +15,6 @@ of V100).
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 from distir.executor.cost_model.fitting import nearest
 from distir.hardware import load_cluster
@@ -109,8 +108,7 @@ def main() -> None:
     names = list(dict.fromkeys([name for found in pairs.values() for name in found]))
     pairs["all"] = {n: [pair for found in pairs.values() for pair in found.get(n, [])] for n in names}
     out = {case: {n: errors(x) for n, x in found.items()} for case, found in pairs.items()}
-    if args.json:
-        print(json.dumps({"machine": machine(), "errors": out}, indent=2))
+    if as_json(args.json, {"machine": machine(), "errors": out}):
         return
     cells = [
         [case, *[f"{found[n][0]:.1%} ({found[n][1]:.0%})" if n in found else "-" for n in names]]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cuda.json"
@@ -328,9 +328,8 @@ def main() -> None:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         missing = {"gpus": 0, "torch": torch.__version__, "measured": None}
-        print(
-            json.dumps(missing) if args.json else f"torch {torch.__version__} finds 0 GPUs here: nothing was measured"
-        )
+        if not as_json(args.json, missing):
+            print(f"torch {torch.__version__} finds 0 GPUs here: nothing was measured")
         return
     rows: list[dict[str, Any]] = []
     for name in args.model:
@@ -343,7 +342,7 @@ def main() -> None:
                 if args.device == "cuda":
                     gc.collect()
                     torch.cuda.empty_cache()
-                if not args.json:
+                if args.json != "-":
                     print(shown(made), flush=True)
     if args.profile is not None:
         Path(args.profile).write_text(json.dumps(rows) + "\n")
@@ -353,8 +352,7 @@ def main() -> None:
         old = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(merged(old, rows), indent=2) + "\n")
-    if args.json:
-        print(json.dumps(rows, indent=2))
+    as_json(args.json, rows)
 
 
 if __name__ == "__main__":

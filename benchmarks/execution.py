@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 from peers import settings
 from peers.teams import CHECKED_STEPS, Entry, Team, alternate, started
 
@@ -204,7 +204,7 @@ def predictions(plans: Plans) -> list[list[str]]:
 
 
 def main() -> None:
-    flags = parser(__doc__, 5, json_file=True)
+    flags = parser(__doc__, 5)
     words = ["mlp", "gpt2", "ddp", "fsdp", "pipeline", "model-parallel"]
     flags.add_argument("--only", nargs="+", default=[], choices=words, metavar="WORD", help=", ".join(words))
     flags.add_argument("--seconds", type=float, default=1.0, metavar="S", help="length of a turn; default: 1")
@@ -247,12 +247,8 @@ def _tell(args: Any, results: Sequence[Result], losses: Mapping[str, Any], predi
         "losses": losses,
         "predicted": predicted,
     }
-    if args.json:
-        text = json.dumps(found, indent=2)
-        if args.json == "-":
-            print(text)
-            return
-        Path(args.json).write_text(text + "\n")
+    if as_json(args.json, found):
+        return
     print(f"{where}\n\n{table(HEADER, [r.cells for r in results])}")
     checked = [
         [f"{group}: {name}", f"{row[0]:.5f}", f"{row[-1]:.5f}"]

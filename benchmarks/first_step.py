@@ -1,6 +1,6 @@
 """Benchmark of the time to the first step of GPT-2 (124M parameters) on two ranks.
 
-    python benchmarks/first_step.py [--model FILE] [--batch N] [--runs N] [--json]
+    python benchmarks/first_step.py [--model FILE] [--batch N] [--runs N] [--json [FILE]]
 
 Wall-clock seconds, medians: from the start of `distir run` with the loss cross-entropy and `--dp 2` until the plan is
 printed, and until the first step is; of this step, and of the next one; and, alternating, of an interpreter that only
@@ -10,7 +10,6 @@ default model is the file that `python examples/export.py gpt2` writes; run this
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 MODEL = Path(__file__).parents[1] / "examples" / "gpt2.onnx"
 FIRST = "first step printed"
@@ -67,8 +66,7 @@ def main() -> None:
         runs.append(seconds(args.model, args.batch) | {TORCH: loading_torch()})
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     where, ratio = machine(), medians[FIRST] / medians[TORCH]
-    if args.json:
-        print(json.dumps({"machine": where, "seconds": medians, "ratio": ratio, "goals": GOALS}, indent=2))
+    if as_json(args.json, {"machine": where, "seconds": medians, "ratio": ratio, "goals": GOALS}):
         return
     print(f"{args.model.name}, wall-clock seconds, median of {args.runs}; {where}")
     rows = [[name, f"{found:.2f}", f"{GOALS[name]:.0f}" if name in GOALS else ""] for name, found in medians.items()]

@@ -1,6 +1,6 @@
 """Benchmark of planning, from an ONNX file to a checked, predicted program: GPT-2 124M, on 128 and on 16,384 devices.
 
-    python benchmarks/gpt2_plan.py [--model FILE] [--runs N] [--json]
+    python benchmarks/gpt2_plan.py [--model FILE] [--runs N] [--json [FILE]]
 
 Exports the model first if there is no such file. CPU seconds by phase, medians over the runs. Goals: 5 s for the first
 plan on a 2-core CPU, the second within 20 % of it, with as many lines in the printed program.
@@ -9,7 +9,6 @@ plan on a 2-core CPU, the second within 20 % of it, with as many lines in the pr
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from laps import machine, parser
+from laps import as_json, machine, parser
 
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulator
@@ -88,7 +87,8 @@ def main() -> None:
             for p, runs in rows.items()
         ],
     }
-    print(json.dumps(result, indent=2) if args.json else table(result))
+    if not as_json(args.json, result):
+        print(table(result))
 
 
 def table(result: dict) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from laps import parser, table
+from laps import as_json, parser, table
 
 RESULTS = Path(__file__).parent / "results" / "h100_kernels.json"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -211,7 +211,8 @@ def main() -> None:
         args.measure.write_text(json.dumps(device | {"rows": list(measure())}) + "\n")
         return
     found = compare(json.loads(args.file.read_text())["rows"], args.cluster)
-    print(json.dumps(found) if args.json else shown(found))
+    if not as_json(args.json, found):
+        print(shown(found))
 
 
 if __name__ == "__main__":

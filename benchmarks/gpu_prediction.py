@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda import CASES, LEARNING_RATE, PADDED
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED, COMPARED = RESULTS / "gpu_steps.json", RESULTS / "gpu_prediction.json"
@@ -162,7 +162,8 @@ def main() -> None:
         found = [compare(programs, devices[name], cluster) for name, cluster in used.items()]
     if not args.small:
         COMPARED.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2) if args.json else "\n\n".join(map(shown, found)))
+    if not as_json(args.json, found):
+        print("\n\n".join(map(shown, found)))
 
 
 if __name__ == "__main__":

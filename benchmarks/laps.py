@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -11,15 +12,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def parser(text: str | None, runs: int, json_file: bool = False) -> argparse.ArgumentParser:
-    """The flags that all benchmarks have: --runs and --json; with `json_file` that may name a file, "-" is stdout."""
+def parser(text: str | None, runs: int) -> argparse.ArgumentParser:
+    """The flags that all benchmarks have: --runs, and --json, which may name a file."""
     found = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--runs", type=_at_least_one, default=runs, metavar="N", help=f"default: {runs}")
-    if json_file:
-        found.add_argument("--json", nargs="?", const="-", metavar="FILE")
-    else:
-        found.add_argument("--json", action="store_true")
+    found.add_argument("--json", nargs="?", const="-", metavar="FILE", help="beside the table, or without FILE for it")
     return found
+
+
+def as_json(flag: str | None, found: object) -> bool:
+    """Write what was found to the file of --json; without a file print it. Whether it was printed, and no table is."""
+    if flag is None:
+        return False
+    text = json.dumps(found, indent=2)
+    if flag == "-":
+        print(text)
+        return True
+    Path(flag).write_text(text + "\n")
+    return False
 
 
 def _at_least_one(text: str) -> int:

@@ -1,6 +1,6 @@
 """Benchmark of predicting a model whose weights are 4.4 GB: a Llama-like of 1.1B parameters, on 64 devices.
 
-    python benchmarks/large_file.py [--model FILE] [--layers N] [--batch N] [--seq N] [--runs N] [--json]
+    python benchmarks/large_file.py [--model FILE] [--layers N] [--batch N] [--seq N] [--runs N] [--json [FILE]]
 
 Wall-clock seconds and the most resident memory, medians: of `distir simulate`, which never reads the weights, start-up
 and all; and, alternating, of an interpreter that loads the same file with `onnx.load`, weights and all. Goals: 10 s and
@@ -10,7 +10,6 @@ heads, 4 of keys and values, 5,632 hidden, 32,000 words, float32, weights in a f
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 SIMULATE = "distir simulate"
 LOAD = "python -c 'onnx.load(...)'"
@@ -108,8 +107,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in model.parent.iterdir() if file.name.startswith(model.name))
     found = {name: {unit: statistics.median(run[name][unit] for run in runs) for unit in GOALS} for name in commands}
     where, ratio = machine(), found[SIMULATE]["seconds"] / found[LOAD]["seconds"]
-    if args.json:
-        print(json.dumps({"machine": where, "bytes": size, "found": found, "ratio": ratio, "goals": GOALS}, indent=2))
+    if as_json(args.json, {"machine": where, "bytes": size, "found": found, "ratio": ratio, "goals": GOALS}):
         return
     print(f"{size / 1e9:.2f} GB, batch {args.batch:,}, 64 devices, medians of {args.runs}; {where}")
     rows = [[name, f"{x['seconds']:.2f}", f"{x['mib']:.0f}"] for name, x in found.items()]

@@ -1,6 +1,7 @@
 """Benchmark of the overhead per op: a training step of an MLP of 64x64, one thread, float32.
 
-    python benchmarks/lowering.py [--runs N] [--json] [--layers N] [--width N] [--batch N] [--optimizer sgd|adamw]
+    python benchmarks/lowering.py [--runs N] [--json [FILE]] [--layers N] [--width N] [--batch N]
+                                  [--optimizer sgd|adamw]
 
 Alternates, on the same weights and data: the generated Python (`distir show --python`), PyTorch's eager autograd with
 `torch.optim` (the fastest of its settings counts), an interpreter that looks every value up in a dict, and torch.fx's
@@ -11,7 +12,6 @@ first checked to compute the same loss.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from distir.api import Plan
@@ -201,9 +201,8 @@ def main() -> None:
 def report(args: Any, seconds: dict[str, float], ops: int) -> None:
     best = min(s for name, s in seconds.items() if name.startswith("eager"))
     ratios = {name: s / best for name, s in seconds.items()}
-    if args.json:
-        micro = {name: s / ops * 1e6 for name, s in seconds.items()}
-        print(json.dumps({"machine": machine(), "ops": ops, "us_per_op": micro, "ratio": ratios}, indent=2))
+    micro = {name: s / ops * 1e6 for name, s in seconds.items()}
+    if as_json(args.json, {"machine": machine(), "ops": ops, "us_per_op": micro, "ratio": ratios}):
         return
     print(f"{args.layers} layers of {args.width}x{args.width}, batch {args.batch}, {args.optimizer}: {ops} ops a step")
     print(f"CPU time, median of {args.runs} alternating runs of {CALLS} steps; one thread,")

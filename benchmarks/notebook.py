@@ -1,6 +1,6 @@
 """Benchmark of the founding notebook's studies: an MLP swept over (data, horizontal, pipeline, microbatches) plans.
 
-    python benchmarks/notebook.py [--runs N] [--json]
+    python benchmarks/notebook.py [--runs N] [--json [FILE]]
 
 CPU seconds by phase, medians over the runs, with cold caches in each run; within a run the model is built once per
 study (or once per size), and plans share cached analyses. The construction of the topology is not timed. Goals on a
@@ -11,12 +11,11 @@ study (or once per size), and plans share cached analyses. The construction of t
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from laps import Laps, machine, medians, parser, table
+from laps import Laps, as_json, machine, medians, parser, table
 
 from distir.executor import Simulator, infer_types
 from distir.executor.cost_model import CostModel
@@ -165,8 +164,7 @@ def main() -> None:
     laps = medians([laps for laps, _ in several])
     ops = several[0][1]
     large = {"ops": ops, **laps, "total": sum(laps.values()), "simulated ops/s": ops / laps["simulate"]}
-    if args.json:
-        print(json.dumps({"machine": machine(), **result, "sequential": large}, indent=2))
+    if as_json(args.json, {"machine": machine(), **result, "sequential": large}):
         return
     print(f"CPU seconds; {machine()}\n")
     rows = [

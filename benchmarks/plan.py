@@ -1,6 +1,7 @@
 """Benchmark of the search for plans: GPT-2 124M on 64 devices, Llama-3 8B on 64, Llama 70B on 1,024.
 
-    python benchmarks/plan.py [--runs N] [--small] [--known] [--only NAME] [--runtime NAME] [--json] [--tables FILE]
+    python benchmarks/plan.py [--runs N] [--small] [--known] [--only NAME] [--runtime NAME]
+                              [--json [FILE]] [--tables FILE]
 
 Wall-clock seconds, as a search uses all cores: until a first plan that fits is known, and of loading and the whole
 search, verifying the plans that are shown included; and CPU seconds of all processes; medians over the runs. Memory is
@@ -13,14 +14,13 @@ clusters are those of which others have published steps; --tables writes what `d
 
 from __future__ import annotations
 
-import json
 import resource
 import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 from distir.api.compilation import cost_model
 from distir.api.model import load
@@ -108,8 +108,7 @@ def main() -> None:
         tables += [f"{task.model}, batch {task.batch}: searched for {found.elapsed:.0f} s", str(found), ""]
         if args.tables:
             Path(args.tables).write_text("\n".join(tables))
-    if args.json:
-        print(json.dumps({"machine": machine(), "results": rows}, indent=2))
+    if as_json(args.json, {"machine": machine(), "results": rows}):
         return
     print(machine())
     cells = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]

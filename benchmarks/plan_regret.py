@@ -12,17 +12,15 @@ it stands the regret of one who takes the plan that was the quickest when each w
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 from prediction import SMALL, model_named, say
 
 import distir
@@ -135,7 +133,7 @@ def step_ms(name: str, model: distir.Model, plan: distir.Plan, cluster: str) -> 
 
 
 def main() -> None:
-    flags = parser(__doc__, runs=5, json_file=True)
+    flags = parser(__doc__, runs=5)
     flags.add_argument("--cluster", metavar="FILE.toml", help="of `distir calibrate`; default: it runs first")
     flags.add_argument("--vary", default=",".join(VARY), metavar="A,B,...", help=f"default: {','.join(VARY)}")
     flags.add_argument("--small", action="store_true", help="a tiny model, to test the script")
@@ -154,11 +152,8 @@ def main() -> None:
         "worst": max([c.regret for c in choices]),
         "results": [asdict(c) | {"regret": c.regret, "of_measuring": c.of_measuring} for c in choices],
     }
-    if args.json == "-":
-        print(json.dumps(found, indent=2))
+    if as_json(args.json, found):
         return
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     print(f"{machine()}\n\n{table(HEADER, [c.cells for c in choices])}")
     print(f"worst regret {found['worst']:.0%}, goal {GOAL:.0%}")
 

@@ -13,7 +13,6 @@ says how far the measured order is one, and tau over the pairs of plans that all
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 import distir
 from distir.api.calibrate import calibrate
@@ -186,7 +185,7 @@ def _measured(results: Sequence[Result]) -> list[list[float]]:
 
 
 def main() -> None:
-    flags = parser(__doc__, 3, json_file=True)
+    flags = parser(__doc__, 3)
     flags.add_argument("--cluster", metavar="FILE.toml", help="of distir calibrate; default: calibrate now")
     flags.add_argument("--small", action="store_true", help="a tiny model on one rank, to test the script")
     args = flags.parse_args()
@@ -215,15 +214,9 @@ def _tell(file: str | None, results: Sequence[Result], calibration: Mapping[str,
     where = f"{machine()}, torch {torch.__version__}, gloo ranks of one thread each"
     found = scores(results)
     rows = [asdict(r) | {"error": r.error, "error_of_fastest": r.least_error} for r in results]
-    if file:
-        text = json.dumps(
-            {"machine": where, "load": os.getloadavg(), "scores": found, "results": rows, "calibration": calibration},
-            indent=2,
-        )
-        if file == "-":
-            print(text)
-            return
-        Path(file).write_text(text + "\n")
+    out = {"machine": where, "load": os.getloadavg(), "scores": found, "results": rows, "calibration": calibration}
+    if as_json(file, out):
+        return
     print(f"{where}\n\n{table(HEADER, [r.cells for r in results])}\n")
     for name, x in found.items():
         if name not in ("goals", "tau", "tau_of_runs", "tau_of_settled", "within_interval"):

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -217,7 +217,7 @@ def known(case: Case) -> bool:
 
 
 def main() -> None:
-    flags = parser(__doc__, 9, json_file=True)
+    flags = parser(__doc__, 9)
     words = ["dlrm", "gpt2", "cosmoflow", "verbatim", "plan", "2", "4"]
     flags.add_argument("--only", nargs="+", default=[], choices=words, metavar="WORD", help=", ".join(words))
     flags.add_argument("--iterations", type=int, default=32, metavar="N", help="of a turn; default: 32")
@@ -235,12 +235,8 @@ def main() -> None:
 def _tell(args: Any, results: Sequence[Result]) -> None:
     version = subprocess.run([_tool("mpirun"), "--version"], capture_output=True, text=True).stdout.splitlines()[0]
     where = f"{machine()}, {version}"
-    if args.json:
-        text = json.dumps({"machine": where, "poll": args.poll, "results": [asdict(r) for r in results]}, indent=2)
-        if args.json == "-":
-            print(text)
-            return
-        Path(args.json).write_text(text + "\n")
+    if as_json(args.json, {"machine": where, "poll": args.poll, "results": [asdict(r) for r in results]}):
+        return
     print(f"{where}\n\n{table(HEADER, [r.cells for r in results])}")
 
 

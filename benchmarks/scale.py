@@ -1,6 +1,6 @@
 """Benchmark of planning and simulation at scale: GPT-3 175B, a prediction of it, and 200 plans of GPT-2 124M.
 
-    python benchmarks/scale.py [--runs N] [--dp 8 512] [--microbatches 512] [--layers 96] [--json]
+    python benchmarks/scale.py [--runs N] [--dp 8 512] [--microbatches 512] [--layers 96] [--json [FILE]]
 
 GPT-3: 96 layers, hidden 12,288, 96 heads, sequence 2,048, vocabulary 51,200, bfloat16, AdamW; tp 8, pp 16. The total
 has all phases but `validate` and the construction of the cluster, which are shown separately. GPT-2: 12 layers, hidden
@@ -16,7 +16,6 @@ start-up and all, but for the compilation of modules to bytecode. Goals: 50 ms f
 from __future__ import annotations
 
 import gc
-import json
 import os
 import resource
 import statistics
@@ -25,7 +24,7 @@ import sys
 import tempfile
 from typing import Any
 
-from laps import Laps, machine, medians, parser, table
+from laps import Laps, as_json, machine, medians, parser, table
 
 from distir.api import distribute, load
 from distir.api.compilation import simulated
@@ -164,7 +163,8 @@ def main() -> None:
         several = [gpt2() for _ in range(args.runs)]
         laps = medians([laps for laps, _ in several])
         result[f"GPT-2 124M, {several[0][1]} plans"] = {**laps, "total": sum(laps.values())}
-    print(json.dumps(result, indent=2) if args.json else shown(result, args.microbatches))
+    if not as_json(args.json, result):
+        print(shown(result, args.microbatches))
 
 
 def shown(result: dict[str, Any], microbatches: int) -> str:

@@ -1,6 +1,6 @@
 """Benchmark of the simulator: its loop and `compile` on a flat program of 16,386 ops; replay of a pipeline's calls.
 
-    python benchmarks/simulate.py [--runs N] [--json]
+    python benchmarks/simulate.py [--runs N] [--json [FILE]]
 
 CPU seconds, medians over the runs. `plain` is a lower bound for plain Python on the same program: one loop over tuples
 (duration, stream, inputs) that visits every dependence. Goals on a 2-core CPU: 3 million ops per second in the loop,
@@ -10,12 +10,11 @@ CPU seconds, medians over the runs. `plain` is a lower bound for plain Python on
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
 
-from laps import machine, parser
+from laps import as_json, machine, parser
 
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.busy import busy_times
@@ -242,8 +241,7 @@ def main() -> None:
         "flat": flat(args.runs),
         "pipeline": [replayed(args.runs, n) for n in (1024, 65536)],
     }
-    if args.json:
-        print(json.dumps(result, indent=2))
+    if as_json(args.json, result):
         return
     print(result["machine"])
     for row in (result["flat"], *result["pipeline"]):

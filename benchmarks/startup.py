@@ -1,6 +1,6 @@
 """Benchmark of the startup of the command line and of a run's ranks.
 
-    python benchmarks/startup.py [--runs N] [--json]
+    python benchmarks/startup.py [--runs N] [--json [FILE]]
 
 Wall-clock seconds, medians, alternating: of the processes `distir --help` and an interpreter that does nothing; and
 from a call of `run`, with a program on 8 devices, until the last of its 8 ranks on this machine has joined the process
@@ -10,14 +10,13 @@ the ranks are forked from.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
 import time
 
 import numpy as np
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 from distir.ir.device import Device, Mesh
 from distir.ir.function import FunctionMaker
@@ -62,8 +61,7 @@ def main() -> None:
             times[name].append(found)
     medians = {name: statistics.median(found) for name, found in times.items()}
     where = machine()
-    if args.json:
-        print(json.dumps({"machine": where, "seconds": medians, "goals": GOALS}, indent=2))
+    if as_json(args.json, {"machine": where, "seconds": medians, "goals": GOALS}):
         return
     print(f"wall-clock seconds, median of {args.runs}; {where}")
     rows = [

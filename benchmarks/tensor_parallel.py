@@ -1,6 +1,6 @@
 """Benchmark of the search for tensor parallelism in a training step of GPT-2's width. Goal: 2 s for 96 layers.
 
-    python benchmarks/tensor_parallel.py [--layers N ...] [--tp N] [--runs N] [--json]
+    python benchmarks/tensor_parallel.py [--layers N ...] [--tp N] [--runs N] [--json [FILE]]
 
 Times the search on the decomposed training step (CPU seconds, medians over the runs), and all of `place` (padding, the
 batch over time, dp and the construction of the placed program). The search decides once for all equal layers.
@@ -8,12 +8,11 @@ batch over time, dp and the construction of the placed program). The search deci
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 
-from laps import machine, parser, table
+from laps import as_json, machine, parser, table
 
 from distir.ir import Device, Function, Mesh
 from distir.ir.infer import forget
@@ -68,8 +67,7 @@ def main() -> None:
     for layers in args.layers:
         found, placed = (seconds(f, layers, args.tp, args.runs) for f in (search, whole))
         rows.append({"layers": layers, "ops": len(step(layers).ops), "search": found, "place": placed})
-    if args.json:
-        print(json.dumps({"machine": machine(), "tp": args.tp, "seconds": rows}, indent=2))
+    if as_json(args.json, {"machine": machine(), "tp": args.tp, "seconds": rows}):
         return
     print(f"CPU seconds, tp {args.tp}; {machine()}\n")
     cells = [[str(r["layers"]), str(r["ops"]), f"{r['search']:.2f}", f"{r['place']:.2f}"] for r in rows]

@@ -1,6 +1,6 @@
 """Benchmark of printing, parsing, comparing and verifying programs of 5,000 and 20,000 ops, on a mesh and scheduled.
 
-    python benchmarks/text.py [--runs N] [--json]
+    python benchmarks/text.py [--runs N] [--json [FILE]]
 
 CPU seconds, medians over the runs, and the growth from the small program to the large one (4 is linear). Goals: 6 s to
 print and 1 s to parse 20,000 ops, and 10 µs per op to verify.
@@ -9,11 +9,10 @@ print and 1 s to parse 20,000 ops, and 10 µs per op to verify.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 
-from laps import machine, parser
+from laps import as_json, machine, parser
 
 from distir.ir import Device, Function, FunctionMaker, Mesh, Value, parse, pformat, same, verify
 from distir.ir.type import REPLICATE, Float, Shard, Tensor, Tuple
@@ -106,7 +105,8 @@ def main() -> None:
             runs = [measure(f) for _ in range(args.runs)]
             rows.append({k: statistics.median(r[k] for r in runs) for k in runs[0]} | {"ops": len(f.ops)})
         result[kind] = rows
-    print(json.dumps(result, indent=2) if args.json else table(result))
+    if not as_json(args.json, result):
+        print(table(result))
 
 
 def table(result: dict) -> str:

@@ -27,8 +27,6 @@ FLAGS: dict[str, list[str]] = {
     "scale": ["--dp", "1", "2", "--microbatches", "16", "--layers", "8", "--no-plans"],
 }
 NAMES = sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem != "laps")
-TO_FILE = {"plan_regret", "prediction", "proxies"}
-"""Those that print a table and write JSON, in one run."""
 
 
 def measured(name: str, *flags: str) -> str:
@@ -46,9 +44,9 @@ def test_runs(name: str, tmp_path: Path) -> None:
     if name == "collective_folds" and not (BENCHMARKS.parents[1] / "shared").exists():
         pytest.skip("no measurements: ../shared is absent")
     file = tmp_path / "found.json"
-    text = measured(name, *(["--json", str(file)] if name in TO_FILE else []))
+    text = measured(name, "--json", str(file))
     assert any(c.isdigit() for c in text)
-    assert json.loads(file.read_text() if name in TO_FILE else measured(name, "--json"))
+    assert json.loads(file.read_text())
 
 
 @pytest.mark.slow
