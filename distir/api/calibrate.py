@@ -219,7 +219,9 @@ def _measure_steps(parts: Sequence[Suite], options: RunOptions, phases: _Phases)
             for t, plans in timed(what, n):
                 for plan in plans:
                     phases.next(f"measuring steps on {counted(n, 'rank')}")
-                    times.setdefault((n, t, plan), []).append(measure_step(t.model(), plan, steps_on(n, t), options))
+                    alone = min([s.seconds for s in times.get((1, t, Plan()), ())], default=None)
+                    done = measure_step(t.model(), plan, steps_on(n, t, alone), options)
+                    times.setdefault((n, t, plan), []).append(done)
     found: dict[int, list[TimedStep]] = {}
     for (n, _, _), same in times.items():
         found.setdefault(n, []).append(same[0]._replace(seconds=geometric_mean([s.seconds for s in same])))

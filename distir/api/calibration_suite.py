@@ -12,8 +12,8 @@ _SHORTEST = 2
 """The training steps that are measured again at the end, on a CPU, and their ops: the first of a suite, on two ranks at
 most. Short ones differ most from minute to minute, with what else the host runs."""
 
-_FEWEST = 6
-"""Steps that are timed, at least, if they are as many on one rank."""
+_FEWEST, _SECONDS = 6, 1.2
+"""On several ranks fewer steps are timed than on one if they take longer than so many seconds, but at least so many."""
 
 
 class Suite(NamedTuple):
@@ -92,9 +92,11 @@ def timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
     return [(what.trainings[k], plans_of(ranks, k < 3)) for k in chosen]
 
 
-def steps_on(ranks: int, t: Training) -> int:
-    """How many steps are timed on so many ranks: several steps of the ranks of a host take longer, and fewer do."""
-    return max(_FEWEST, t.steps // ranks)
+def steps_on(ranks: int, t: Training, alone: float | None) -> int:
+    """How many steps are timed on so many ranks. `alone`: seconds of a step on one, where they are known; in the worst
+    case the ranks of a host take turns."""
+    most = t.steps if ranks == 1 or alone is None else round(_SECONDS / (ranks * alone))
+    return min(t.steps, max(_FEWEST, most))
 
 
 def measured_again(what: Suite, device: str) -> Suite:

@@ -17,7 +17,7 @@ from distir.api import calibration_fit
 from distir.api.calibrate import _FIT_PHASES, calibrate
 from distir.api.calibration_fit import Figures, Links, fit_figures, fit_links, fit_steps, regular_of, to_toml
 from distir.api.calibration_runs import TimedStep, Training, is_timed, perceptron, sample
-from distir.api.calibration_suite import Suite, measured_again, split_programs, suite, timed
+from distir.api.calibration_suite import Suite, measured_again, split_programs, steps_on, suite, timed
 from distir.api.compilation import distribute, simulated
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import ProductFit, Sample
@@ -404,3 +404,11 @@ def test_a_calibration_on_a_gpu(tmp_path: Path) -> None:
     assert regular is not None
     assert regular.runtime is not None
     assert (regular.kind, regular.runtime.inline) == ("gpu", False)
+
+
+def test_long_steps_on_several_ranks_are_fewer() -> None:
+    t = Training("8,8", 4, "sgd", 100)
+    assert [steps_on(n, t, 0.001) for n in (1, 2, 4, 64)] == [100, 100, 100, 19]
+    assert [steps_on(n, t, 0.02) for n in (1, 2, 4, 64)] == [100, 30, 15, 6]
+    assert steps_on(2, t, None) == 100
+    assert steps_on(2, t._replace(steps=3), 10.0) == 3  # never more than on one
