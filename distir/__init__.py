@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         simulate,
         validate,
     )
+    from distir.backends.processes.fork_server import preloaded
     from distir.executor.cost_model import CostModel
     from distir.search import PlanTable, plan
     from distir.transforms.differentiation.training import SGD, AdamW
@@ -104,6 +105,7 @@ __all__ = [
     "parse",
     "pformat",
     "plan",
+    "preloaded",
     "run",
     "same",
     "simulate",
@@ -140,6 +142,7 @@ _LATER = {
     "CostModel": "distir.executor.cost_model",
     "PlanTable": "distir.search",
     "plan": "distir.search",
+    "preloaded": "distir.backends.processes.fork_server",
     "SGD": "distir.transforms.differentiation.training",
     "AdamW": "distir.transforms.differentiation.training",
 }

@@ -13,7 +13,7 @@ NAMES = {
         "AdamW", "Comparison", "CostModel", "Data", "Device", "Explanation", "Function", "FunctionMaker", "Inspection",
         "Mesh", "Model", "Plan", "PlanDifference", "PlanTable", "Prediction", "RunCallbacks", "RunOptions", "RunResult",
         "SGD", "Topology", "compare", "cpprint", "diff", "distribute", "explain", "inspect", "load", "parse", "pformat",
-        "plan", "run", "same", "simulate", "validate", "verify",
+        "plan", "preloaded", "run", "same", "simulate", "validate", "verify",
     ],
     "distir.ir": [
         "Device", "Function", "FunctionMaker", "Mesh", "Op", "Topology", "Value", "cpprint", "parse", "pformat",
