@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +33,7 @@ from distir.executor.cost_model.fitting import (
 from distir.hardware import MIB, among, host_cores, load_cluster
 from distir.ir.errors import WorkerError
 from distir.ir.topology import CoreSharing, OpSpeed, Regular, Topology
-from distir.runtime.parent import die_with
+from distir.runtime.forked import can_fork, forked
 
 _HOST = 1e-5
 """The seconds of a call, or of an op that a host issues, from which their fit starts."""
@@ -79,8 +75,8 @@ _NOISE = 0.1
 _NEAR = 0.1
 """On a CPU a step that is farther from its prediction, as a logarithm, counts less: Huber's loss."""
 
-_PARTS = 4
-"""Into how many parts, for each core, steps are divided that cores predict side by side: they differ in size."""
+_LITTLE = 0.005
+"""The search ends with a step that lowers the sum of squares by a smaller share: each takes seconds."""
 
 
 class Links(NamedTuple):
@@ -218,7 +214,7 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         every = [step for measured in steps.values() for step in measured]
         start, limits = [e.start for e in _SHARED.values()], [(e.least, e.most) for e in _SHARED.values()]
         with side_by_side(every) as ratios:
-            found = shared(nearest(lambda x: [*far(ratios(shared(x))), *unexpected(x)], start, limits))
+            found = shared(nearest(lambda x: [*far(ratios(shared(x))), *unexpected(x)], start, limits, _LITTLE))
     return replace(found, ratios={n: tuple(ratios_of(found, _in_runs(rows))) for n, rows in sorted(steps.items())})
 
 
@@ -232,51 +228,49 @@ def side_by_side(measured: Sequence[TimedStep]) -> Iterator[Callable[[Figures], 
     """Context with `ratios_of` these steps: a process for each core predicts some of them, and has their programs from
     this one. Where none can be forked it is this process."""
     jobs = min(host_cores(), len(measured))
-    if jobs == 1 or "fork" not in get_all_start_methods():
+    if jobs == 1 or not can_fork():
         yield lambda figures: ratios_of(figures, measured)
         return
     global _measured
-    count = min(_PARTS * jobs, len(measured))
-    _measured = [measured[k::count] for k in range(count)]
-    pool = ProcessPoolExecutor(jobs, get_context("fork"), _begin, (os.getpid(),))
+    _measured = measured
+    pool = forked(jobs, "distir-fit")
 
     def ratios(figures: Figures) -> list[float]:
-        parts = list(pool.map(partial(_ratios, figures), range(count)))
-        return [parts[k % count][k // count] for k in range(len(measured))]
+        return list(pool.map(partial(_ratio_of, _cluster_for(figures, measured)), range(len(measured))))
 
     try:
         yield ratios
     except BrokenProcessPool:
         raise WorkerError("a process of the fit was ended from outside") from None
     finally:
-        _measured = []
+        _measured = ()
         pool.shutdown(cancel_futures=True)
 
 
-_measured: list[Sequence[TimedStep]] = []
-"""What the processes of `side_by_side` inherit: for each of them some steps."""
+_measured: Sequence[TimedStep] = ()
+"""What the processes of `side_by_side` inherit."""
 
 
-def _begin(parent: int) -> None:
-    """Ctrl-C goes to all processes of a terminal: the parent ends these; the kernel does if the parent is killed."""
-    die_with(parent, "distir-fit")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ratio_of(cluster: Regular, k: int) -> float:
+    return _ratio(cluster, _measured[k])
 
 
-def _ratios(figures: Figures, part: int) -> list[float]:
-    return ratios_of(figures, _measured[part])
-
-
-def ratios_of(figures: Figures, measured: Iterable[TimedStep]) -> list[float]:
+def ratios_of(figures: Figures, measured: Sequence[TimedStep]) -> list[float]:
     """Of each step measured / predicted time."""
+    cluster = _cluster_for(figures, measured)
+    return [_ratio(cluster, s) for s in measured]
+
+
+def _cluster_for(figures: Figures, measured: Iterable[TimedStep]) -> Regular:
+    """The cluster of figures, with devices enough for these steps."""
     r = regular_of(figures)
-    most = max([r.per_node, *[s.plan.size for s in measured]])
-    topology = Topology(replace(r, kind="cpu", per_node=most))  # programs that run here are placed on cpu:0, cpu:1, ...
-    found: list[float] = []
-    for s in measured:
-        runtime = r.runtime if s.launched else among(r.runtime, s.plan.size, figures.kind)
-        found.append(s.seconds / simulated(s.program, s.plan, CostModel(topology, runtime=runtime)).seconds)
-    return found
+    return replace(r, per_node=max([r.per_node, *[s.plan.size for s in measured]]))
+
+
+def _ratio(cluster: Regular, s: TimedStep) -> float:
+    runtime = cluster.runtime if s.launched else among(cluster.runtime, s.plan.size, cluster.kind)
+    topology = Topology(replace(cluster, kind="cpu"))  # programs that run here are placed on cpu:0, cpu:1, ...
+    return s.seconds / simulated(s.program, s.plan, CostModel(topology, runtime=runtime)).seconds
 
 
 def regular_of(figures: Figures) -> Regular:

@@ -314,7 +314,7 @@ def check_there(path: Path) -> None:
     meant."""
     if not path.exists():
         known = model_names()
-        files = [str(p) for p in path.parent.glob(f"*{path.suffix}")] if path.suffix else []
+        files = [str(p) for p in path.parent.glob("*") if p.suffix == path.suffix] if path.suffix else []
         listed = None if path.suffix else f"models by name are {', '.join(known)}"
         hint = did_you_mean(str(path).partition(":")[0], known) or did_you_mean(str(path), files, listed)
         raise UsageError(f"there is no file {path}", hint)

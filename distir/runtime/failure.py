@@ -13,6 +13,8 @@ from distir.runtime.run_directory import log_file
 
 GRACE_SECONDS = 1.0
 """How long to wait after a first failure for others that may show the cause."""
+LOADING_SECONDS = 60.0
+"""Most seconds in which a busy host loads torch."""
 _STEP_HINT = "it was in step %d; a rank that is killed without a message may have run out of memory"
 
 

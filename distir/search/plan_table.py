@@ -115,9 +115,9 @@ class PlanRow:
         what = BINDINGS[self.binds]
         held = [name for name in what.settings if name in self.held]
         change = f"let {', '.join(held)} vary; {what.change}" if held else what.change
-        if self.binds in ("compute", "memory"):
+        lost = losses(self.detail).get(self.binds) if self.detail is not None else None
+        if lost is None:
             return f"is limited by {what.name}", change
-        lost = self.detail.bubble if self.binds == "bubble" and self.detail else self.exposed(self.binds)
         return f"loses most to {what.name}, {lost:.1%} of its step", change
 
     @property
@@ -137,8 +137,7 @@ class PlanRow:
     def exposed(self, axis: str) -> float:
         """The share of the step in which communication along an axis is exposed; see `column_of`. It is 0 where
         nothing is known."""
-        found = self.detail.exposed if self.detail is not None else {}
-        return sum([x for name, x in found.items() if column_of(name) == axis])
+        return losses(self.detail).get(axis, 0.0) if self.detail is not None else 0.0
 
     def cells(self, axes: Sequence[str]) -> tuple[str, ...]:
         """A row of the table, with a column for the communication along each of these axes."""
@@ -374,16 +373,22 @@ def _left(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"{line}  {row[-1]}" for line, row in zip(body, rows, strict=True)]
 
 
-def what_binds(detail: Detail, memory: bool) -> str:
-    """What limits a plan: `memory` if quicker ones do not fit; else the largest loss of its step, or compute."""
-    losses = {"bubble": detail.bubble}
+def losses(detail: Detail) -> dict[str, float]:
+    """The shares of a step that are lost: to the bubble, and to communication by the axis to which it counts."""
+    found = {"bubble": detail.bubble}
     for axis, x in detail.exposed.items():
         name = column_of(axis)
-        losses[name] = losses.get(name, 0.0) + x
-    most = max(losses, key=losses.__getitem__)
+        found[name] = found.get(name, 0.0) + x
+    return found
+
+
+def what_binds(detail: Detail, memory: bool) -> str:
+    """What limits a plan: `memory` if quicker ones do not fit; else the largest loss of its step, or compute."""
     if memory:
         return "memory"
-    return most if losses[most] >= _SLIGHT else "compute"
+    lost = losses(detail)
+    most = max(lost, key=lost.__getitem__)
+    return most if lost[most] >= _SLIGHT else "compute"
 
 
 def short_of(found: Simulated, detail: Detail, batch: int) -> Short:

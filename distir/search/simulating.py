@@ -7,18 +7,15 @@ most of what follows.
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_all_start_methods, get_context
 from typing import Any, NamedTuple
 
 from distir.ir.errors import WorkerError
-from distir.runtime.parent import die_with
+from distir.runtime.forked import can_fork, forked
 from distir.search.candidate_bounds import Bounds, Relatives, placing, relatives
 from distir.search.exact import Detail, Setting, evaluate, examine
 from distir.search.space import Candidate
@@ -145,12 +142,12 @@ def placed_for(task: Task, template: Callable[[Candidate], object]) -> object:
 @contextmanager
 def simulators(setting: Setting, jobs: int) -> Iterator[Simulators]:
     """Simulators for a setting; their processes end with the context. Where none can be forked it is this process."""
-    if jobs == 1 or "fork" not in get_all_start_methods():
+    if jobs == 1 or not can_fork():
         yield Simulators(setting)
         return
     global _bounds
     _bounds = Bounds(setting)
-    executors = [ProcessPoolExecutor(1, get_context("fork"), _begin, (os.getpid(),)) for _ in range(jobs)]
+    executors = [forked(1, "distir-plan") for _ in range(jobs)]
     try:
         yield Simulators(setting, executors)
     except BrokenProcessPool:
@@ -184,9 +181,3 @@ def _answered(task: Task) -> Any:
     if _bounds is None:
         raise RuntimeError("a process without a setting")
     return _answer(_bounds, task)
-
-
-def _begin(parent: int) -> None:
-    """Ctrl-C goes to all processes of a terminal: the parent ends these; the kernel does if the parent is killed."""
-    die_with(parent, "distir-plan")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

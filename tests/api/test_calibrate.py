@@ -25,7 +25,7 @@ from distir.executor.simulator.labels import by_label
 from distir.hardware import host_cache, load_cluster
 from distir.ir.errors import UsageError, WorkerError
 from distir.ir.function import Op
-from distir.ir.topology import CoreSharing, OpSpeed, Topology
+from distir.ir.topology import CoreSharing, OpSpeed, Regular, Topology
 from distir.ir.type import Float32, Tensor
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
@@ -183,14 +183,14 @@ def test_steps_are_predicted_side_by_side(monkeypatch: pytest.MonkeyPatch) -> No
         expected = [calibration_fit.ratios_of(x, measured[:count]) for x in (FIGURES, slower)]
         with calibration_fit.side_by_side(measured[:count]) as ratios:
             assert [ratios(FIGURES), ratios(slower)] == expected
-    monkeypatch.setattr(calibration_fit, "_ratios", _killed)
+    monkeypatch.setattr(calibration_fit, "_ratio_of", _killed)
     with pytest.raises(WorkerError, match="ended from outside"), calibration_fit.side_by_side(measured) as ratios:
         ratios(FIGURES)
 
 
-def _killed(figures: Figures, part: int) -> list[float]:
+def _killed(cluster: Regular, k: int) -> float:
     os.kill(os.getpid(), signal.SIGKILL)
-    return []
+    return 0.0
 
 
 def test_what_is_expected_holds_back_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ MEMORY_ERROR = {
     "torchtitan-h100": 0.07,
     "torchtitan-h200": 0.12,
 }
-MANY = 12
+MANY = 24
 """Of sources of more rows only some are predicted here."""
 
 

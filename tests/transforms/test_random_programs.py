@@ -32,7 +32,7 @@ MOVES = {"MPIAllreduce", "MPIAllgather", "LocalSlice", "Send", "Restrict", "Accu
 MOVES |= {"MPIAlltoall", "HaloExchange"}
 EACH = 13
 """The number of programs for each block."""
-SLOW = int(os.environ.get("DISTIR_EXAMPLES", "500"))
+SLOW = int(os.environ.get("DISTIR_EXAMPLES", "1000"))
 
 
 def ops_in(*functions: Function | None) -> Counter[str]:

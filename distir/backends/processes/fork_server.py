@@ -20,14 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from distir.runtime.failure import LOADING_SECONDS
 from distir.runtime.run_directory import request_file
 
 OF_A_RUN = {"TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 """Variables that may differ from the server's: they are not read while torch is loaded."""
 _MOST_FILES = 250
 """File descriptors in one message; Linux passes 253 at most (SCM_MAX_FD)."""
-_START_SECONDS = 60.0
-"""Most seconds until an answer, for the first of which torch is loaded."""
 _MOST_BYTES = 1 << 13
 """Of a message, which is a path."""
 
@@ -85,7 +84,7 @@ class ForkServer:
     def _start(self, env: dict[str, str]) -> None:
         self._env = _lasting(env)
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(_START_SECONDS)
+        self._socket.settimeout(LOADING_SECONDS)
         with its:
             command = [sys.executable, "-m", "distir.backends.processes.fork_server", str(its.fileno())]
             none = subprocess.DEVNULL  # what fails here does so again in a process of its own, whose output is kept
@@ -149,9 +148,9 @@ def preloaded() -> Iterator[None]:
 
 def _serve(its: socket.socket) -> None:
     """Fork a supervisor for each request, until the other end is closed."""
-    from distir.backends.processes import rank_loop, worker  # noqa: F401  (loads torch)
-    from distir.backends.transport import torch_distributed  # noqa: F401
+    from distir.backends.processes import worker
 
+    worker.load_torch()
     gc.collect()
     gc.freeze()
     while True:
@@ -173,8 +172,6 @@ def _supervise(folder: Path, files: list[int]) -> None:
     """Be a supervisor as if just started by `spawn`; does not return."""
     code = 1
     try:
-        from distir.backends.processes import worker
-
         env, cwd, links = pickle.loads(request_file(folder).read_bytes())
         os.setsid()
         os.chdir(cwd)
@@ -185,6 +182,8 @@ def _supervise(folder: Path, files: list[int]) -> None:
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None
+        from distir.backends.processes import worker
+
         worker.main([str(folder), *map(str, inherited[:links])])
         code = 0
     except BaseException:

@@ -13,15 +13,13 @@ from typing import Any
 from distir.backends.processes.spawn import Processes, end, start, supervisor_log
 from distir.ir.errors import DistirError, WorkerError
 from distir.ir.files import temporary
-from distir.runtime.failure import GRACE_SECONDS, Failure, died, failed, supervisor_died
+from distir.runtime.failure import GRACE_SECONDS, LOADING_SECONDS, Failure, died, failed, supervisor_died
 from distir.runtime.job import Job, JobCallbacks
 from distir.runtime.outcome import Outcome, Report
 from distir.runtime.pieces import Pieces, gathered, ship
 from distir.runtime.run_directory import scratch
 from distir.runtime.samples import Samples
 
-_START_SECONDS = 60.0
-"""Least timeout for ranks to be ready: a busy host takes this long to load torch."""
 _AHEAD = 2
 """Number of steps whose data are sent ahead."""
 
@@ -58,7 +56,7 @@ class _Ranks:
         self.fed = job.first
         self.files: dict[int, list[Path]] = {}
         """Those with data of steps that have not been completed, by step."""
-        self.ready, self.timeout = 0, max(job.options.timeout, _START_SECONDS)
+        self.ready, self.timeout = 0, max(job.options.timeout, LOADING_SECONDS)
         self.last_message = dict.fromkeys(range(self.world), time.monotonic())
         self.reports: dict[int, dict[int, Report]] = {}
         self.ends: dict[int, Pieces] = {}

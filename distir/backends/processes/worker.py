@@ -41,8 +41,7 @@ _POLL_SECONDS = 0.02
 def supervise(folder: Path, control: Connection, links: list[Connection]) -> None:
     """Fork a rank for each link; report over `control` when torch is loaded and how each rank ended, until all have."""
     with _watched(folder, control):
-        from distir.backends.processes import rank_loop as rank  # noqa: F401  (loads torch before the fork: once for all)
-        from distir.backends.transport import torch_distributed as comm  # noqa: F401  (loads torch before the fork: once for all)
+        load_torch()  # before the fork: once for all ranks
     control.send(("loaded",))
     job: Job = pickle.loads(job_file(folder).read_bytes())
     gc.collect()
@@ -72,6 +71,12 @@ def supervise(folder: Path, control: Connection, links: list[Connection]) -> Non
         shutil.rmtree(folder, ignore_errors=True)
         if job.saving is not None:
             remove_incomplete(Path(job.saving.directory))
+
+
+def load_torch() -> None:
+    """Load torch, and what else a rank needs."""
+    from distir.backends.processes import rank_loop  # noqa: F401
+    from distir.backends.transport import torch_distributed  # noqa: F401
 
 
 @contextmanager

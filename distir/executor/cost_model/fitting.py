@@ -24,8 +24,6 @@ _STEPS = 20
 short to go on."""
 _DIFFERENCE, _LONGEST, _SHORTEST = 0.1, 2.0, 0.01
 _DAMPING = 0.1
-_LITTLE = 0.005
-"""A step that lowers the sum of squares by a smaller share is the last."""
 
 
 class Sample(NamedTuple):
@@ -180,10 +178,12 @@ def nearest(
     f: Callable[[Sequence[float]], Sequence[float]],
     start: Sequence[float],
     limits: Sequence[tuple[float, float]],
+    little: float = 0.0,
 ) -> list[float]:
     """Positive numbers within limits at which the sum of the squares of what f returns is least, searched from `start`.
 
-    By the method of Levenberg and Marquardt in the numbers' logarithms, with differences for derivatives.
+    By the method of Levenberg and Marquardt in the numbers' logarithms, with differences for derivatives. A step that
+    lowers the sum by less than the share `little` is the last.
     """
     low, high = np.log(np.asarray(limits, float)).T
 
@@ -207,7 +207,7 @@ def nearest(
             before, after = (off**2).sum(), (new**2).sum()
             if after < before:
                 here, off, damping = there, new, damping / 10
-                if after > before * (1 - _LITTLE):
+                if after > before * (1 - little):
                     return np.exp(here).tolist()
                 break
             damping *= 10

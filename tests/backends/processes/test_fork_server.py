@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 from distir.backends.processes import fork_server
 from distir.backends.processes.fork_server import preloaded
 from tests.backends.launching import run
-from tests.backends.processes.test_launch import alive, counter, ones
+from tests.backends.processes.test_launch import alive, counter, end_running, ones
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,6 +79,28 @@ def test_a_server_that_is_killed_is_done_without() -> None:
     assert not alive(supervisor)
 
 
+def test_a_server_that_does_not_answer_is_done_without() -> None:
+    """It is ended: a late answer would be taken for that of another request."""
+    with preloaded():
+        _, server = lineage()
+        held = fork_server.server()
+        assert held is not None
+        assert held._socket is not None
+        held._socket.settimeout(0.2)
+        os.kill(server, signal.SIGSTOP)
+        assert len(lineage()) == len(lineage()) == 1
+        assert not alive(server)
+
+
+def test_a_run_is_where_its_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+    with preloaded():
+        for folder in (ROOT, tmp_path):
+            monkeypatch.chdir(folder)
+            lineage(lambda: found.append(Path(f"/proc/{ranks()[0]}/cwd").readlink()))
+    assert found == [ROOT, tmp_path]
+
+
 def test_what_torch_may_read_as_it_is_loaded_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with preloaded():
         _, server = lineage()
@@ -91,7 +111,6 @@ def test_what_torch_may_read_as_it_is_loaded_is_that_of_the_run(monkeypatch: pyt
 
 
 SCRIPT = """
-import os
 from distir.backends.processes.fork_server import preloaded
 from tests.backends.launching import run
 from tests.backends.processes.test_fork_server import parent, ranks
@@ -111,16 +130,4 @@ with preloaded():
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_process_that_ends_in_a_run(end: signal.Signals, tmp_path: Path) -> None:
-    env = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        pids = [int(x) for x in process.stdout.readline().split()]
-        assert len({*pids, process.pid}) == 5
-        process.send_signal(end)
-        process.wait(20)
-        begin = time.monotonic()
-        while any(map(alive, pids)) or list(tmp_path.glob("distir-*")):
-            assert time.monotonic() - begin < 20
-            time.sleep(0.02)
+    assert len({*end_running(SCRIPT, end, tmp_path)}) == 4

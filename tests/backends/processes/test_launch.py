@@ -324,13 +324,13 @@ def test_the_end_of_the_supervisor_is_the_end_of_all():
         run(main, ones(main), 10**6, timeout=300, on_step=on_step)
 
 
-SCRIPT = """
+RUNNING = """
 import signal
-import sys
 
 # a shell's background job begins with SIGINT ignored, and so do its children
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
+"""
+SCRIPT = """
 from tests.backends.processes.test_launch import counter, descendants, ones, run
 
 def on_step(k, seconds, outputs):
@@ -342,15 +342,14 @@ run(main, ones(main), 10**6, timeout=300, on_step=on_step)
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_whoever_started_the_ranks_ends_and_they_with_it(end: signal.Signals, tmp_path: Path):
+def end_running(script: str, end: signal.Signals, tmp_path: Path) -> list[int]:
+    """End a script that runs ranks when it has printed pids, and wait until these processes and its temporary files are
+    gone, too. The pids."""
     env = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    line = [sys.executable, "-c", RUNNING + script]
+    with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         pids = [int(x) for x in process.stdout.readline().split()]
-        assert len(pids) == 2
         begin = time.monotonic()
         process.send_signal(end)
         try:
@@ -360,6 +359,12 @@ def test_whoever_started_the_ranks_ends_and_they_with_it(end: signal.Signals, tm
         while any(map(alive, pids)) or list(tmp_path.glob("distir-*")):
             assert time.monotonic() - begin < 20  # far less than the 300 s after which they give up by themselves
             time.sleep(0.02)
+    return pids
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whoever_started_the_ranks_ends_and_they_with_it(end: signal.Signals, tmp_path: Path):
+    assert len(end_running(SCRIPT, end, tmp_path)) == 2
 
 
 JOINING = """

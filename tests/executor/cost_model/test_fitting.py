@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -147,3 +148,22 @@ def test_the_nearest_in_a_narrow_valley() -> None:
 
 def test_the_nearest_where_a_number_makes_no_difference() -> None:
     assert nearest(lambda x: [math.log(x[0] / 3)], [1.0, 5.0], [(0.1, 10.0)] * 2) == pytest.approx([3.0, 5.0], rel=0.01)
+
+
+def test_a_search_ends_when_little_is_left_to_gain() -> None:
+    """Of a large sum of squares that no number lowers: the first step to it gains a tenth, the next ones next to
+    nothing. By default they are taken."""
+
+    def search(little: float) -> tuple[int, float]:
+        tried: list[float] = []
+
+        def far(x: Sequence[float]) -> list[float]:
+            tried.append(x[0])
+            return [10.0, math.log(x[0] / 20) ** 3]
+
+        (found,) = nearest(far, [1.0], [(0.1, 1000.0)], little)
+        return len(tried), math.log(found / 20) ** 6
+
+    (few, left), (most, least) = search(0.01), search(0.0)
+    assert few < most
+    assert least < left < 0.01 * 100
