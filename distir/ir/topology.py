@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -568,13 +569,29 @@ def slowest(links: Iterable[Link]) -> Link:
 
 def regular_group(r: Regular, devices: Sequence[int]) -> Group:
     """A group on a regular cluster, given the numbers of its devices."""
-    count: dict[int, int] = {}
-    for i in devices:
-        count[i // r.per_node] = count.get(i // r.per_node, 0) + 1
-    group = spread(r, len(count), min(count.values()), len(devices))
+    group = spread(r, *_on_nodes(r.per_node, devices), len(devices))
     if group.inter is None:
         return group._replace(intra=r.inside(devices))
     return group._replace(inter=r.between(devices))
+
+
+def _on_nodes(per_node: int, devices: Sequence[int]) -> tuple[int, int]:
+    """On how many nodes devices are, by their numbers, and at least how many on each."""
+    if not isinstance(devices, range):
+        count = Counter([i // per_node for i in devices])
+        return len(count), min(count.values())
+    if devices.step >= per_node:
+        return len(devices), 1
+    first, last = devices[0] // per_node, devices[-1] // per_node
+    inner = range(first + 1, last)[: devices.step]  # the numbers on the nodes between repeat after so many
+    return last - first + 1, min(
+        [_below(devices, (n + 1) * per_node) - _below(devices, n * per_node) for n in (first, *inner, last)]
+    )
+
+
+def _below(devices: range, end: int) -> int:
+    """How many of these numbers are below another."""
+    return len(range(devices.start, min(devices.stop, end), devices.step))
 
 
 def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:

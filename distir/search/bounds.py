@@ -216,11 +216,21 @@ def groups_along(c: Candidate, cost: CostModel, axis: AxisNames) -> tuple[Group,
 @cache
 def _groups_from(r: Regular, firsts: Sequence[int], along: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
     """`along`: the spacing and the size of each axis."""
-    ranges = [range(0, spacing * size, spacing) for spacing, size in along]
-    offsets = [sum(at) for at in itertools.product(*ranges)]
-    found = dict.fromkeys([regular_group(r, [d + k for k in offsets]) for d in firsts])
+    found = dict.fromkeys([regular_group(r, _numbers(d, along)) for d in firsts])
     # a bucket must not take less than its last member
     return tuple([group._replace(measured=tuple([x.rising() for x in group.measured])) for group in found])
+
+
+def _numbers(first: int, along: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """The numbers of a group's devices: a range where they are evenly spaced, however many they are."""
+    step, reach = 1, 1
+    several = sorted([(spacing, size) for spacing, size in along if size > 1])
+    for k, (spacing, size) in enumerate(several):
+        if k and spacing != reach:
+            ranges = [range(0, spacing * size, spacing) for spacing, size in along]
+            return [first + sum(at) for at in itertools.product(*ranges)]
+        step, reach = step if k else spacing, spacing * size
+    return range(first, first + reach, step)
 
 
 def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, shards: int, cost: CostModel) -> float:

@@ -354,9 +354,8 @@ def _groups(c: Candidate, topology: Topology, order: Sequence[str], axis: str) -
     if r is None or getattr(c, axis) == 1:
         return None
     spacing, size = spacing_of(c, order, axis), getattr(c, axis)
-    return frozenset(
-        [regular_group(r, [d + k * spacing for k in range(size)]) for d in starts(c, order, (axis,), r.per_node)]
-    )
+    reach = size * spacing
+    return frozenset([regular_group(r, range(d, d + reach, spacing)) for d in starts(c, order, (axis,), r.per_node)])
 
 
 def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:

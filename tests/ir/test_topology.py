@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from distir import CostModel, Plan, simulate
 from distir.ir import Device, Topology
 from distir.ir.errors import UsageError
-from distir.ir.topology import DeviceSpec, Link, Regular, cores_of
+from distir.ir.topology import DeviceSpec, Link, Regular, cores_of, regular_group
 from distir.models.mlp import mlp
 
 
@@ -142,6 +142,22 @@ def test_groups_know_their_nodes() -> None:
     assert (inside.nodes, inside.per_node, inside.inter) == (1, 4, None)
     assert (across.nodes, across.per_node, across.inter) == (3, 1, Link(1e10, 1e-5))
     assert (mixed.nodes, mixed.per_node, mixed.size) == (2, 2, 6)
+
+
+@given(st.integers(1, 20), st.integers(0, 60), st.integers(1, 50), st.integers(1, 40))
+def test_groups_of_evenly_spaced_devices(per_node: int, first: int, spacing: int, size: int) -> None:
+    """Their nodes are counted without counting the devices."""
+    regular = _cluster(200, per_node).regular
+    assert regular is not None
+    devices = range(first, first + spacing * size, spacing)
+    assert regular_group(regular, devices) == regular_group(regular, list(devices))
+
+
+def test_a_group_of_many_devices_is_not_counted_through() -> None:
+    regular = _cluster(1 << 60, 8).regular
+    assert regular is not None
+    group = regular_group(regular, range(6, 1 << 60, 4))
+    assert (group.nodes, group.per_node, group.size) == (1 << 57, 1, (1 << 58) - 1)
 
 
 def test_a_group_by_hand_takes_its_slowest_link() -> None:

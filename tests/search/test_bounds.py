@@ -1,6 +1,8 @@
 """Lower bounds never exceed the simulation; a bound that is too high is seen."""
 
+import itertools
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
+from distir.ir.topology import Topology, regular_group
 from distir.search import cut_stages, placed_program, run_ops
 from distir.search.bounds import groups_along, lane, slope
 from distir.search.candidate_bounds import Bounds, relatives
@@ -323,6 +326,32 @@ def test_bounds_of_what_was_measured() -> None:
     assert all([slope("MPIAllreduce", groups) * n <= of_pairs.seconds(n) for n in sizes])
     one, half = (cost.transfer_seconds(n, cluster.intra) for n in (65536, 32768))
     assert lane(c, cost)(65536, 0, 1) <= 2 * half < one
+
+
+@given(st.data())
+def test_groups_along_axes(data):
+    """Along one axis or several, with any order of the axes: those of all devices, counted one by one."""
+    sizes = {axis: data.draw(st.integers(1, 6), axis) for axis in ("dp", "tp", "pp")}
+    order = data.draw(st.permutations(list(sizes)))
+    axes = data.draw(st.lists(st.sampled_from(order), min_size=1, unique=True))
+    topology = with_nodes_of(data.draw(st.integers(1, 9)))
+    c = Candidate(*sizes.values(), 1, order=tuple(order))
+    devices: dict[object, list[int]] = {}
+    for number, at in enumerate(itertools.product(*[range(sizes[axis]) for axis in reversed(order)])):
+        place = dict(zip(reversed(order), at, strict=True))
+        devices.setdefault(tuple([place[axis] for axis in order if axis not in axes]), []).append(number)
+    found = groups_along(c, CostModel(topology), tuple(axes))
+    regular = topology.regular
+    assert regular is not None
+    wanted = {regular_group(regular, numbers) for numbers in devices.values()}
+    assert set(found) == (wanted if any([sizes[axis] > 1 for axis in axes]) else set())
+
+
+def with_nodes_of(per_node):
+    """A cluster with nodes of so many devices."""
+    regular = load_cluster("dgx-a100", devices=8).regular
+    assert regular is not None
+    return Topology(replace(regular, nodes=216, per_node=per_node, rails=1, rail_link=None, measured=()))
 
 
 def test_links_that_are_given_one_by_one_have_bounds_of_bytes_alone() -> None:
