@@ -26,7 +26,7 @@ import numpy as np
 from laps import as_json, machine, parser, table
 
 from distir import hardware
-from distir.api.accuracy import cost_of, predict, program_of
+from distir.api.accuracy import cost_of, in_turn, predict, program_of
 from distir.api.cases import Measurement, read_rows
 from distir.executor.cost_model import CostModel
 from distir.ir.errors import DistirError
@@ -199,7 +199,7 @@ def main() -> None:
     measured, figures, folds = read_rows(args.file), FIGURES, args.folds
     if args.small:
         measured, figures, folds = measured[:4], FIGURES[:2], 2
-    rows = Rows(measured, figures)
+    rows = Rows(in_turn(measured), figures)
     found = measure(rows, folds)
     every, known = rows.fitted(np.ones(len(rows.rows), bool))
     fit = {str(f): float(x) for f, x in zip(figures, np.exp(every), strict=True)}

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -25,19 +26,22 @@ from distir.api.scores import Case, Scores, scores
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulation
-from distir.hardware import among, load_cluster
+from distir.hardware import among, host_cores, load_cluster
 from distir.ir.device import Device
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function
 from distir.ir.pause import no_collection
 from distir.models.decoder import Decoder, decoder
 from distir.models.mlp import mlp
+from distir.runtime.forked import can_fork, forked
 from distir.transforms.differentiation.training import optimizer_named
 
 GIB = 1 << 30
 _PEAK = "peak of memory"
-_RECENT = 16
-"""Models and programs that are kept for further rows: files have rows of a model one after the other."""
+_RECENT = 2
+"""Models and programs that are kept for further rows: those of a model come one after the other (`in_turn`)."""
+_PROCESSES = 8
+"""The most that predict rows side by side: programs of the largest models take a gigabyte of each."""
 
 
 class Predicted(NamedTuple):
@@ -91,8 +95,9 @@ def accuracy(
 ) -> Accuracy:
     """Predict the rows of a file of measured runs, and score the predictions; of these sources only, if any are given.
 
-    `on_row(k, n)` is called when row k of n is done. Raises UsageError for a file that cannot be read or has no rows
-    (see `read_rows`), or an unknown source.
+    Rows are predicted side by side, by a process for each core where the system forks processes. `on_row(k, n)` is
+    called when one more of n is done, k before it. Raises UsageError for a file that cannot be read or has no rows (see
+    `read_rows`), or an unknown source, WorkerError if one of the processes is ended from outside.
     """
     rows = read_rows(path)
     known = list(dict.fromkeys(row.source for row in rows))
@@ -100,12 +105,33 @@ def accuracy(
         if name not in known:
             raise UsageError(f"{os.fspath(path)} has no rows of the source {name!r}", f"it has {', '.join(known)}")
     rows = [row for row in rows if not sources or row.source in sources]
-    found: list[Scored] = []
-    for k, row in enumerate(rows):
-        found.append(score(row))
+    found: dict[Measurement, Scored] = {}
+    for k, scored in enumerate(_scored(in_turn(rows))):
+        found[scored.row] = scored
         if on_row is not None:
             on_row(k, len(rows))
-    return Accuracy(found, scores_of(found))
+    scored = [found[row] for row in rows]
+    return Accuracy(scored, scores_of(scored))
+
+
+def in_turn(rows: Iterable[Measurement]) -> list[Measurement]:
+    """The rows of each model one after the other, the models in the order in which they occur."""
+    by_model: dict[object, list[Measurement]] = {}
+    for row in rows:
+        key = row.setup and (row.setup.model, row.setup.precision, row.setup.optimizer)
+        by_model.setdefault(key, []).append(row)
+    return [row for same in by_model.values() for row in same]
+
+
+def _scored(rows: Sequence[Measurement]) -> Iterator[Scored]:
+    """Each row's prediction, as they are ready."""
+    jobs = min(host_cores(), len(rows), _PROCESSES)
+    if jobs == 1 or not can_fork():
+        yield from map(score, rows)
+        return
+    with forked(jobs, "distir-accuracy", "the predictions") as pool:
+        for future in as_completed([pool.submit(score, row) for row in rows]):
+            yield future.result()
 
 
 @no_collection()  # each collection would go through all programs that are kept

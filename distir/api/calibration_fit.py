@@ -6,7 +6,6 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +30,6 @@ from distir.executor.cost_model.fitting import (
     nonnegative,
 )
 from distir.hardware import MIB, among, host_cores, load_cluster
-from distir.ir.errors import WorkerError
 from distir.ir.topology import CoreSharing, OpSpeed, Regular, Topology
 from distir.runtime.forked import can_fork, forked
 
@@ -233,18 +231,13 @@ def side_by_side(measured: Sequence[TimedStep]) -> Iterator[Callable[[Figures], 
         return
     global _measured
     _measured = measured
-    pool = forked(jobs, "distir-fit")
-
-    def ratios(figures: Figures) -> list[float]:
-        return list(pool.map(partial(_ratio_of, _cluster_for(figures, measured)), range(len(measured))))
-
     try:
-        yield ratios
-    except BrokenProcessPool:
-        raise WorkerError("a process of the fit was ended from outside") from None
+        with forked(jobs, "distir-fit", "the fit") as pool:
+            yield lambda figures: list(
+                pool.map(partial(_ratio_of, _cluster_for(figures, measured)), range(len(measured)))
+            )
     finally:
         _measured = ()
-        pool.shutdown(cancel_futures=True)
 
 
 _measured: Sequence[TimedStep] = ()

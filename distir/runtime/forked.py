@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 
+from distir.ir.errors import WorkerError
 from distir.runtime.parent import die_with
 
 
@@ -15,12 +19,21 @@ def can_fork() -> bool:
     return "fork" in get_all_start_methods()
 
 
-def forked(count: int, name: str) -> ProcessPoolExecutor:
-    """An executor of so many processes of this name: forked with the first tasks, they have what is global then.
+@contextmanager
+def forked(count: int, name: str, work: str) -> Iterator[ProcessPoolExecutor]:
+    """Context with an executor of so many processes of this name: forked with the first tasks, they have what is global
+    then. They end with the context, after the tasks that they run; if this process is killed, so are they.
 
-    Its owner shuts it down; if this process is killed, so are they.
+    Raises WorkerError, which names the `work`, if one of them is ended from outside.
     """
-    return ProcessPoolExecutor(count, get_context("fork"), _begin, (os.getpid(), name))
+    executor = ProcessPoolExecutor(count, get_context("fork"), _begin, (os.getpid(), name))
+    try:
+        yield executor
+    except BrokenProcessPool:
+        hint = "one that is killed without a message may have run out of memory"
+        raise WorkerError(f"a process of {work} was ended from outside", hint) from None
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def _begin(parent: int, name: str) -> None:

@@ -10,11 +10,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from distir.ir.errors import WorkerError
 from distir.runtime.forked import can_fork, forked
 from distir.search.candidate_bounds import Bounds, Relatives, placing, relatives
 from distir.search.exact import Detail, Setting, evaluate, examine
@@ -147,16 +145,13 @@ def simulators(setting: Setting, jobs: int) -> Iterator[Simulators]:
         return
     global _bounds
     _bounds = Bounds(setting)
-    executors = [forked(1, "distir-plan") for _ in range(jobs)]
     try:
-        yield Simulators(setting, executors)
-    except BrokenProcessPool:
-        hint = "one that is killed without a message may have run out of memory"
-        raise WorkerError("a process of the search was ended from outside", hint) from None
+        with ExitStack() as stack:
+            yield Simulators(
+                setting, [stack.enter_context(forked(1, "distir-plan", "the search")) for _ in range(jobs)]
+            )
     finally:
         _bounds = None
-        for executor in executors:
-            executor.shutdown(cancel_futures=True)
 
 
 _bounds: Bounds | None = None

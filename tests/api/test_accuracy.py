@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
+import signal
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distir.api.accuracy import _RECENT, GIB, _program, accuracy, cost_of, predict, program_of, score
+from distir.api.accuracy import _RECENT, GIB, _program, accuracy, cost_of, in_turn, predict, program_of, score
 from distir.api.cases import COLUMNS, Measurement, Perceptron, read_rows, runtime_named
 from distir.api.interop.from_megatron import read_megatron
 from distir.api.interop.plan_settings import in_effect
@@ -25,8 +27,9 @@ from distir.cli import main
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_runtime
 from distir.ir import Topology
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, WorkerError
 from distir.models.decoder import Decoder
+from distir.runtime.forked import can_fork
 from distir.transforms.plan import BUCKET_MB, Plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -490,6 +493,36 @@ def test_few_programs_are_kept(table) -> None:
     for row in rows:
         program_of(row)
     assert _program.cache_info().misses - before > _RECENT >= _program.cache_info().currsize
+
+
+def test_rows_of_a_model_come_one_after_the_other(table) -> None:
+    """So each model is built once, though few are kept; rows that have none come together, too."""
+    deep, none = {**GPT, "layers": 4}, {**GPT, "model_family": "bert"}
+    file = table(*[{**row, "id": k} for k, row in enumerate([GPT, deep, none, {**GPT, "micro_batch": 1}, deep, none])])
+    assert [row.id for row in in_turn(read_rows(file))] == ["0", "3", "1", "4", "2", "5"]
+
+
+@pytest.mark.skipif(not can_fork(), reason="this system forks no processes")
+def test_rows_are_predicted_side_by_side(table, monkeypatch) -> None:
+    """The result is that of one process, in the order of the file, however long which takes."""
+    deep = {**GPT, "layers": 4}
+    file = table(*[{**row, "id": k} for k, row in enumerate([deep, MLP, GPT, {**GPT, "model_family": "bert"}, deep])])
+    done: list[tuple[int, int]] = []
+    monkeypatch.setattr("distir.api.accuracy.host_cores", lambda: 3)
+    several = accuracy(file, on_row=lambda *at: done.append(at))
+    assert done == [(k, 5) for k in range(5)]
+    monkeypatch.setattr("distir.api.accuracy.can_fork", lambda: False)
+    alone = accuracy(file)
+    assert several.to_json() == alone.to_json()
+    assert [scored.row for scored in several.rows] == read_rows(file)
+
+
+@pytest.mark.skipif(not can_fork(), reason="this system forks no processes")
+def test_a_process_that_is_killed(table, monkeypatch) -> None:
+    monkeypatch.setattr("distir.api.accuracy.host_cores", lambda: 2)
+    monkeypatch.setattr("distir.api.accuracy.predict", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(WorkerError, match="a process of the predictions was ended from outside"):
+        accuracy(table(GPT, {**GPT, "layers": 4}))
 
 
 def test_a_program_is_priced_again_by_another_cost_model(table) -> None:
