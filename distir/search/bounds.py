@@ -27,7 +27,7 @@ from typing import NamedTuple
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
 from distir.executor.cost_model.seconds import wire_of
-from distir.ir.device import AxisNames, names_of
+from distir.ir.device import TIME, AxisNames, Mesh, names_of
 from distir.ir.function import Op
 from distir.ir.spec import lookup
 from distir.ir.topology import Group, Regular, regular_group
@@ -135,11 +135,17 @@ def _issued(kind: Kind, cost: CostModel, repeated: bool) -> float:
 
 
 def scaled(t: Type, scale: int) -> Type:
-    """The type with `scale` times as many samples a microbatch."""
+    """The type with `scale` times as many samples a microbatch, of as many times fewer microbatches."""
     if scale == 1 or not isinstance(t, Tensor) or (dim := t.over_time.dim) is None:
         return t
     shape = [n * scale if i == dim else n for i, n in enumerate(t.shape)]
-    return Tensor(t.dtype, shape, t.device, t.placements)
+    return Tensor(t.dtype, shape, _fewer_microbatches(t.mesh, scale), t.placements)
+
+
+@cache
+def _fewer_microbatches(mesh: Mesh, scale: int) -> Mesh:
+    sizes = {a: max(1, n // scale) if a == TIME else n for a, n in zip(mesh.axes, mesh.sizes, strict=True)}
+    return Mesh(mesh.devices, sizes, mesh.name)
 
 
 def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds: Sequence[float]) -> PassCost:

@@ -354,6 +354,16 @@ def with_nodes_of(per_node):
     return Topology(replace(regular, nodes=216, per_node=per_node, rails=1, rail_link=None, measured=()))
 
 
+def test_bounds_of_large_batches() -> None:
+    """Of larger microbatches there are fewer: the logits of all of them are then no more than 2^53 either."""
+    found = case("gpt:layers=1,hidden=64,heads=4,vocab=100000,seq=1024", 1 << 14, 8, "dgx-h100", "bf16")
+    chosen = [Candidate(1, 1, 8, 1 << 14), Candidate(1, 8, 1, 1 << 14), Candidate(8, 1, 1, 1 << 11, zero=1)]
+    for c, (seconds, _) in zip(chosen, found.bounds.of_cuts(chosen), strict=True):
+        assert 0 < found.bounds.of_all(relatives(c), c.microbatch, 8)
+        assert seconds >= 0
+        assert found.bounds.of(c)[1] > 0
+
+
 def test_links_that_are_given_one_by_one_have_bounds_of_bytes_alone() -> None:
     """Of any topology: what a plan needs does not depend on links."""
     model = load(MODELS[0], {"batch": 8}, loss="cross-entropy", optimizer="adamw", precision="bf16")
