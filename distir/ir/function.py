@@ -11,7 +11,7 @@ from distir.ir.exact_attributes import NO_ATTRIBUTES as NO_ATTRIBUTES
 from distir.ir.exact_attributes import Attributes as Attributes
 from distir.ir.result_types import infer
 from distir.ir.spec import Spec, lookup
-from distir.ir.type import Type
+from distir.ir.type import Tensor, Type
 
 _SEQUENCES = (list, tuple)
 _NUMBERS = frozenset((int, float))
@@ -106,6 +106,16 @@ class Op:
     def __repr__(self) -> str:
         outs = ", ".join(f"%{v.name}" for v in self.outputs)
         return f"{outs} = {self.spec.name}({', '.join('%' + v.name for v in self.inputs)})"
+
+
+def is_cast(op: Op) -> bool:
+    """Whether an op only changes the dtype of its operand, and is linear in it."""
+    if op.spec.dtype is None or len(op.inputs) != 1 or len(op.outputs) != 1 or op.spec.comm is not None:
+        return False
+    a, b = op.inputs[0].type, op.outputs[0].type
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype is b.dtype or a.shape != b.shape:
+        return False
+    return bool(op.spec.linear_sets(1, op.attributes))
 
 
 class Function:

@@ -4,7 +4,8 @@ Terms are hash-consed, so two values are the same term exactly if they are the s
 callee is walked once for each distinct tuple of argument terms. Together with `verify`, whose types say that every
 piece is where it must be and every microbatch counted once, this proves the outputs equal.
 
-A sum of sums is the sum of all their operands, in any order.
+A sum of sums is the sum of all their operands, in any order. The cast of a sum is the sum of the casts, up to rounding,
+if the cast is linear (not towards integers), and so with all that is linear in its operands together.
 
 An op that only one of two programs has is compared by its definition: a mean that one of them decomposes gives the same
 terms in both.
@@ -18,7 +19,7 @@ from typing import Any
 from distir.ir.definition import WHERE, Definition, definition_of
 from distir.ir.errors import MismatchError
 from distir.ir.exact_attributes import Form
-from distir.ir.function import Attributes, Function, Op, Value
+from distir.ir.function import Attributes, Function, Op, Value, is_cast
 from distir.ir.pause import no_collection
 from distir.ir.spec import Spec
 from distir.ir.type import Tensor
@@ -88,6 +89,12 @@ def _other_source(what: str, want: object, got: object) -> str:
     return f"{what}: expected {f'the source shape {want}' if want else 'no source shape'}, got {got or 'none'}"
 
 
+def _adds(spec: Spec, operands: int) -> bool:
+    """Whether an op has one result, and several operands in all of which together it is linear, whatever its
+    attributes."""
+    return operands > 1 and spec.outputs == 1 and frozenset(range(operands)) in spec.linear_sets(operands)
+
+
 class Terms:
     """Numbers for the terms of functions: equal ones for the same operations on the same arguments.
 
@@ -146,6 +153,8 @@ class Terms:
         if not alone and (found := self.definition(op)) is not None:
             return self.walk(found.parts, ins)
         kind = spec, self.attributes(op.attributes)
+        if is_cast(op):
+            return (self.cast(kind, ins[0]),)
         if spec.addends:
             ins = self.summed(spec, ins)
         elif alone:
@@ -157,6 +166,28 @@ class Terms:
         nested = [(k, self.known[t]) for k, t in enumerate(ins)]
         flat = [x for k, key in nested for x in (key[1] if key is not None and key[0][0] is spec else ins[k : k + 1])]
         return tuple(sorted(flat))
+
+    def cast(self, kind: Kind, term: Term) -> Term:
+        """The term of a linear cast: of a sum, or what else is linear in all its operands, that of their casts."""
+        known = self.table.setdefault(kind, {})
+        todo = [term]
+        while todo:
+            t = todo[-1]
+            key = self.known[t] if (t,) not in known else None
+            inner = key[0][0] if key is not None else None
+            if key is None or inner is None or not _adds(inner, len(key[1])):
+                self.number(kind, (t,))
+                todo.pop()
+                continue
+            left = [x for x in key[1] if (x,) not in known]
+            if left:
+                todo += left
+                continue
+            parts = tuple([known[x,][0] for x in key[1]])
+            parts = self.summed(inner, parts) if inner.addends else parts
+            known[t,] = self.number(key[0], parts)
+            todo.pop()
+        return known[term,][0]
 
     def number(self, kind: Kind, operands: tuple[Any, ...], results: int = 1) -> Sequence[Term]:
         """Terms for results that a kind and operands alone identify."""

@@ -9,7 +9,7 @@ import pytest
 from distir.ir import Device, Function, FunctionMaker, Mesh, Value, validate
 from distir.ir.errors import MismatchError
 from distir.ir.function import Role
-from distir.ir.type import REPLICATE, Float64, Int64, Shard, Tensor
+from distir.ir.type import REPLICATE, BFloat16, DType, Float16, Float32, Float64, Int64, Shard, Tensor
 from distir.ir.validate import Terms
 from tests.transforms.mutate import Fault, Mutator, apply
 from tests.transforms.programs import Plan, distributed, small_gpt
@@ -201,3 +201,48 @@ def test_other_ops_in_a_sum_are_not_taken_apart() -> None:
 
     with pytest.raises(MismatchError):
         validate(scaled(True), scaled(False))
+
+
+def cast(of: str | None, to: DType, swapped: bool = False) -> Function:
+    """Of a and b, added or otherwise combined: the cast of the result, or without `of` the sum of their casts."""
+    f = FunctionMaker("cast")
+    a, b = [f.add_input_value(x, Tensor(Float64, (3,))) for x in "ab"]
+    if of is None:
+        parts = [f.emit("Cast", x, to=to) for x in (a, b)]
+        f.set_outputs([f.emit("Add", *(reversed(parts) if swapped else parts))])
+    else:
+        f.set_outputs([f.emit("Cast", f.emit(of, a, b), to=to)])
+    return f.finalize()
+
+
+def test_the_cast_of_a_sum_is_the_sum_of_the_casts() -> None:
+    for to in (Float32, BFloat16):
+        validate(cast("Add", to), cast(None, to))
+        validate(cast(None, to), cast("Add", to))
+        for other in (cast("Mul", to), cast("Sub", to), cast("Add", Float64), cast(None, Float16)):
+            with pytest.raises(MismatchError):
+                validate(other, cast(None, to))
+    with pytest.raises(MismatchError):  # rounding each to an integer is not rounding the sum
+        validate(cast("Add", Int64), cast(None, Int64))
+    with pytest.raises(MismatchError):
+        validate(cast("Add", Float32), cast(None, Float32, swapped=True))
+
+
+def test_the_cast_of_sums_of_sums_is_theirs_of_the_casts() -> None:
+    """However deep."""
+
+    def chain(inside: bool, n: int = 2000) -> Function:
+        f = FunctionMaker("chain")
+        a, b = [f.add_input_value(x, Tensor(Float64, (3,))) for x in "ab"]
+        if inside:
+            a, b = [f.emit("Cast", x, to=Float32) for x in (a, b)]
+        x = a
+        for k in range(n):
+            x = f.emit("Sum", x, a, b) if k == n // 2 else f.emit("Sub", f.emit("Add", x, b), a)
+        f.set_outputs([x if inside else f.emit("Cast", x, to=Float32)])
+        return f.finalize()
+
+    validate(chain(True), chain(False))
+    validate(chain(False), chain(True))
+    with pytest.raises(MismatchError):
+        validate(chain(True), chain(False, 1999))

@@ -1,16 +1,18 @@
 """Accumulates over microbatches before sending: moves sums of values from several stages after the sums over time.
 
 A tied weight's gradients are made on several stages and added. Adding them as they are would send one of them for each
-microbatch; instead each stage accumulates its own, and the totals are added: sum(a + b) = sum(a) + sum(b).
+microbatch; instead each stage accumulates its own, and the totals are added: sum(a + b) = sum(a) + sum(b). If
+the sum is cast, as to float32 in mixed precision, each part is: sum(cast(a + b)) = sum(cast(a)) + sum(cast(b)), which
+rounds less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from distir.ir.cached import producers
 from distir.ir.device import TIME
-from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.function import Function, FunctionMaker, Op, Value, is_cast
 from distir.ir.type import SUM
 from distir.ops.rules import tensor
 from distir.transforms.append import rebuilt
@@ -24,19 +26,25 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
     if not lifted:
         return function, dict(stage)
 
-    def total(maker: FunctionMaker, v: Value, op: Op, env: dict[Value, Value]) -> Value:
-        """The sum over time of `v`, by ops like `op`: of a lifted sum, the sum of its operands' totals."""
-        inner = producer.get(v)
-        if inner in lifted and inner is not None:
-            summed = [tensor(w).on(TIME) is SUM for w in inner.inputs]
-            rows = zip(inner.inputs, summed, strict=True)
-            parts = [total(maker, w, op, env) if s else env.get(w, w) for w, s in rows]
-            return maker.add_op(inner.spec, v.name, parts, inner.attributes)
-        return maker.add_op(op.spec, v.name, [env.get(v, v)], op.attributes)
-
     def replaced(maker: FunctionMaker, op: Op, env: dict[Value, Value], stages: dict[Op, int]) -> bool:
+        def total(v: Value, then: Sequence[Op]) -> Value:
+            """The sum over time of `v`, to which ops like `then` are applied before: of a lifted sum, the sum of its
+            operands' totals."""
+            inner = producer.get(v)
+            if inner in lifted and inner is not None:
+                if is_cast(inner):
+                    return total(inner.inputs[0], [inner, *then])
+                parts = [total(w, then) if _sums(w) else env.get(w, w) for w in inner.inputs]
+                return maker.add_op(inner.spec, v.name, parts, inner.attributes)
+            found = env.get(v, v)
+            for step in then:
+                found = maker.add_op(step.spec, v.name, [found], step.attributes)
+                if inner in stage:
+                    stages[maker.ops[-1]] = stage[inner]
+            return maker.add_op(op.spec, v.name, [found], op.attributes)
+
         if op in ends and producer.get(op.inputs[0]) in lifted:
-            env[op.outputs[0]] = total(maker, op.inputs[0], op, env)
+            env[op.outputs[0]] = total(op.inputs[0], [])
             return True
         return op in lifted
 
@@ -44,27 +52,36 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
 
 
 def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value, Op]) -> set[Op]:
-    """The ops to lift: they add partial sums of several stages, and only a sum over time uses their result."""
+    """The ops to lift: they add partial sums of several stages, and only a sum over time uses their result, or a cast
+    between the two."""
     used = users(function)
     outputs = set(function.outputs)
 
-    def liftable(v: Value) -> Op | None:
-        op = producer.get(v)
-        if op is None or len(op.inputs) < 2 or len(op.outputs) != 1 or op.spec.comm is not None:
-            return None
-        if len(used[v]) != 1 or v in outputs:
-            return None
-        sums = [w for w in op.inputs if tensor(w).on(TIME) is SUM]
-        stages = {stage[producer[w]] for w in sums if producer[w] in stage}
-        return op if len(sums) > 1 and len(stages) > 1 else None
+    def liftable(v: Value) -> list[Op]:
+        """The casts of a sum that make a value, and the sum; none if it is not of several stages."""
+        found: list[Op] = []
+        while (op := producer.get(v)) is not None and len(op.outputs) == len(used[v]) == 1 and v not in outputs:
+            found.append(op)
+            if not is_cast(op):
+                sums = list(filter(_sums, op.inputs))
+                stages = {stage[producer[w]] for w in sums if producer[w] in stage}
+                uncast = len(found) == 1 or len(sums) == len(op.inputs)
+                return found if len(sums) > 1 and len(stages) > 1 and op.spec.comm is None and uncast else []
+            v = op.inputs[0]
+        return []
 
     lifted: set[Op] = set()
     for op in time_ends(function):
         if tensor(op.inputs[0]).over_time.kind is not None:
             todo = [op.inputs[0]]
             while todo:
-                inner = liftable(todo.pop())
-                if inner is not None and inner not in lifted:
-                    lifted.add(inner)
-                    todo += inner.inputs
+                found = liftable(todo.pop())
+                if found and found[-1] not in lifted:
+                    lifted.update(found)
+                    todo += found[-1].inputs
     return lifted
+
+
+def _sums(v: Value) -> bool:
+    """Whether it is a partial sum over time."""
+    return tensor(v).on(TIME) is SUM

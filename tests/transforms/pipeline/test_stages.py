@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distir.api.model import load
+from distir.api.compilation import distribute as make_distributed
+from distir.api.model import Precision, load
 from distir.ir import Device, Function, FunctionMaker, Mesh, Op
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
@@ -264,13 +265,29 @@ def test_tied_weights_have_one_gradient_and_one_home() -> None:
     assert error(run(function, program), program.results()) <= 1e-10
 
 
+def sent_whole(function: Function, shape: tuple[int, ...]) -> list[str]:
+    """The dtypes of what is sent that has, over all devices, a shape."""
+    sent = [tensor(op.inputs[0]) for op in function.ops if op.op_type == "Send"]
+    return [str(t.dtype) for t in sent if t.global_shape == shape]
+
+
 def test_a_tied_gradient_is_sent_once_a_step() -> None:
     """Each stage accumulates its part over the microbatches before sending it."""
     for microbatches in (1, 2, 4):
         function = distributed(small_gpt(), Plan(1, 1, 2, microbatches)).program
-        sent = [op for op in function.ops if op.op_type == "Send"]
-        whole = [op for op in sent if "(16, 8)" in str(getattr(op.inputs[0].type, "global_shape", ""))]
-        assert len(whole) <= 2  # the weight one way, its gradient the other
+        assert len(sent_whole(function, (16, 8))) <= 2  # the weight one way, its gradient the other
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("pp", [2, 3])
+def test_a_tied_gradient_of_16_bits_is_sent_once_a_step(pp: int, precision: Precision) -> None:
+    """Each stage accumulates its part in float32; the weight is sent as it is used."""
+    sizes = "gpt:layers=4,hidden=24,heads=2,vocab=56,seq=8,batch=16"
+    model = load(sizes, loss="cross-entropy", optimizer="adamw", precision=precision)
+    low = {"bf16": "bf16", "fp16": "f16"}[precision]
+    for microbatches in (1, 2, 8):
+        function = make_distributed(model, Settings(pp=pp, dp=2, microbatches=microbatches))
+        assert sent_whole(function, (56, 24)) == [low, "f32"]
 
 
 @settings(max_examples=20, deadline=None)

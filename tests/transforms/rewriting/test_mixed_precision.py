@@ -213,16 +213,21 @@ def test_as_close_to_float32_as_autocast(low: DType) -> None:
 PLANS = [
     Plan(dp=2, tp=2, microbatches=2),
     Plan(dp=2, pp=2, microbatches=2, zero=1),
+    Plan(pp=3, microbatches=4),
     Plan(dp=4, microbatches=2, zero=2),
     Plan(dp=2, tp=2, pp=2, microbatches=2, zero=3, sequence_parallel=True, recompute="selective"),
 ]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["", "gradients in float32"])
 @LOW
-def test_distributed_equals_sequential(low: DType, plan: Plan) -> None:
+def test_distributed_equals_sequential(low: DType, wide: bool, plan: Plan) -> None:
     """All types widened to float64 after the program was distributed in its own."""
-    step = training_step(gpt(2, 16, 4, 32, 8, 8), "cross-entropy", AdamW(clip_norm=0.1), precision=low, grad_dtype=low)
+    summed = Float32 if wide else low
+    step = training_step(
+        gpt(2, 16, 4, 32, 8, 8), "cross-entropy", AdamW(clip_norm=0.1), precision=low, grad_dtype=summed
+    )
     program = distribute(step, plan)
     rng = np.random.default_rng(0)
     arrays = [
