@@ -221,8 +221,8 @@ def _program(setup: Setup, runtime: str) -> Function:
 @cache
 def _cost(cluster: str, devices: int, runtime: str) -> CostModel:
     topology = load_cluster(cluster, devices=devices)
-    kind = topology.devices[0].kind
-    return CostModel(topology, runtime=among(runtime_named(runtime, cluster), devices, kind))
+    kind, per_node = topology.devices[0].kind, topology.regular and topology.regular.per_node
+    return CostModel(topology, runtime=among(runtime_named(runtime, cluster), devices, kind, per_node))
 
 
 @lru_cache(maxsize=_RECENT)

@@ -154,10 +154,11 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
         return cluster
     host = None if runtime is None else load_runtime(runtime)
     topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, plan.size)
-    if host is None and topology.regular is not None:
-        host = topology.regular.runtime
+    regular = topology.regular
+    if host is None and regular is not None:
+        host = regular.runtime
     kind = topology.devices[0].kind if topology.devices else ""
-    return CostModel(topology, runtime=among(host, plan.size, kind))
+    return CostModel(topology, runtime=among(host, plan.size, kind, regular and regular.per_node))
 
 
 def check_8_bits(model: Model, cost: CostModel) -> None:

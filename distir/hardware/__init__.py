@@ -304,14 +304,15 @@ def _figures(t: _Table, key: str, *of: str) -> tuple[float, ...] | None:
 _FLAGS = tuple([f.name for f in fields(Runtime) if f.type == "bool"])
 
 
-def among(runtime: Runtime | None, ranks: int, kind: str) -> Runtime | None:
-    """The runtime where so many ranks, on devices of a kind, share its host; of one on a GPU, whose step is a graph,
-    the host issues all at once."""
+def among(runtime: Runtime | None, ranks: int, kind: str, per_host: int | None = None) -> Runtime | None:
+    """The runtime of so many ranks on devices of a kind, of which at most `per_host` share a host: default, all. Of one
+    on a GPU, whose step is a graph, the host issues all at once."""
     if runtime is not None and runtime.graphs and ranks == 1 and kind == "gpu":
         return replace(runtime, op=0.0, communication=0.0, member=0.0, call=0.0, transfer=None, transfer_by=())
     if runtime is None or not runtime.transfer_by:
         return runtime
-    return replace(runtime, transfer=interpolated(runtime.transfer_by, ranks), transfer_by=())
+    here = ranks if per_host is None else min(ranks, per_host)
+    return replace(runtime, transfer=interpolated(runtime.transfer_by, here), transfer_by=())
 
 
 def _network(network: _Table, devices: int) -> dict[str, Any]:
@@ -515,9 +516,12 @@ def _share(t: _Table, key: str, default: float = 1.0) -> float:
 def _link(t: _Table) -> Link:
     bandwidth = t.positive("link_gbs") * 1e9
     by = t.table("bus_gbs_by") if "bus_gbs_by" in t.values else None
-    sizes = tuple((int(n), by.positive(n) * 1e9) for n in by.values if n.isdecimal()) if by else ()
+    sizes = {int(n): by.positive(n) * 1e9 for n in by.values if n.isdecimal()} if by else {}
     bus, slows = t.positive("bus_gbs", bandwidth / 1e9) * 1e9, t.figure("compute_share", 0.0, most=1.0)
-    return Link(bandwidth, t.figure("link_us") * 1e-6, bus, sizes, slows)
+    if full_mesh := t.flag("full_mesh"):
+        devices = t.whole("devices")
+        sizes = {n: bus * (n - 1) / (devices - 1) for n in range(2, devices)} | sizes
+    return Link(bandwidth, t.figure("link_us") * 1e-6, bus, tuple(sizes.items()), slows, full_mesh)
 
 
 def _algorithm(t: _Table) -> Algorithm:

@@ -131,7 +131,8 @@ class Link(NamedTuple):
 
     `bus` is the bandwidth a device reaches in collectives over such links, where it differs from `bandwidth`; `bus_by`
     that in groups of some sizes, where the links between devices are not all alike. `slows`: a collective takes that
-    share of its seconds from the compute that runs beside it on the device.
+    share of its seconds from the compute that runs beside it on the device. `full_mesh`: a device has such a link to
+    each other one, and uses all of them at once.
     """
 
     bandwidth: float
@@ -139,6 +140,7 @@ class Link(NamedTuple):
     bus: float | None = None
     bus_by: tuple[tuple[int, float], ...] = ()
     slows: float = 0.0
+    full_mesh: bool = False
 
     def collective(self, size: int = 0) -> float:
         """Bytes/s a device moves in a ring of such links, in a group of that size."""

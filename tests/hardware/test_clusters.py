@@ -12,11 +12,14 @@ import pytest
 
 import distir.hardware
 from distir import Plan, load, simulate
-from distir.executor.cost_model.collective_cost import bus
+from distir.api.compilation import cost_model
+from distir.executor.cost_model.collective_cost import bus, collective
 from distir.executor.simulator import device_classes
 from distir.hardware import among, known_clusters, known_runtimes, load_cluster, load_runtime
+from distir.ir.communication import Wire
 from distir.ir.errors import InfeasibleError, UsageError
-from distir.ir.topology import FusedAttention, spread
+from distir.ir.spec import lookup
+from distir.ir.topology import FusedAttention, regular_group, spread
 
 FOLDER = Path(distir.hardware.__file__).parent
 
@@ -60,6 +63,39 @@ def test_parts_may_be_named_or_written_out(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("h100-sxm", "h900"))
     with pytest.raises(UsageError, match=r"device: unknown device 'h900' \(known: a100-pcie-40gb, .*; or a table\)"):
         load_cluster(file)
+
+
+@pytest.mark.parametrize("name", ["mi300x-8", "gh200"])
+def test_in_a_full_mesh_all_links_of_a_device_are_used_at_once(name: str) -> None:
+    """So collectives of some of the devices have the bandwidth of the links among these, and an all-to-all, which sends
+    as much as an all-gather, takes no longer."""
+    regular = load_cluster(name, nodes=2).regular
+    assert regular is not None
+    link, most, size = regular.intra, regular.per_node, float(1 << 30)
+    for n in range(2, most + 1):
+        group = regular_group(regular, range(n))
+        assert bus(group) == pytest.approx(link.collective(most) * (n - 1) / (most - 1))
+        wire = {kind: wire_of_op(f"MPI{kind}") for kind in ("Allgather", "Alltoall")}
+        gathered, exchanged = (collective(wire[kind], size, group) for kind in wire)
+        sent = size * (n - 1) / n
+        assert sent / (1.01 * (n - 1) * link.bandwidth) <= exchanged <= gathered
+
+
+def wire_of_op(name: str) -> Wire:
+    """What a collective sends."""
+    comm = lookup(name).comm
+    assert comm is not None
+    assert comm.wire is not None
+    return comm.wire
+
+
+def test_figures_of_some_groups_count_in_a_full_mesh(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    node = "devices = 4\nlink_gbs = 30\nbus_gbs = 90\nlink_us = 5\nfull_mesh = true\n[node.bus_gbs_by]\n3 = 50\n"
+    file.write_text(f'name = "mine"\ndevice = "h100-sxm"\nnetwork = "infiniband-ndr"\n\n[node]\n{node}')
+    regular = load_cluster(file, devices=8).regular
+    assert regular is not None
+    assert [regular.intra.collective(n) for n in (2, 3, 4)] == [30e9, 50e9, 90e9]
 
 
 def test_devices_share_the_ports_of_their_node(tmp_path: Path) -> None:
@@ -153,6 +189,12 @@ def test_a_transfer_may_take_the_host_longer_where_more_ranks_share_it() -> None
     assert [among(runtime, n, "gpu").transfer for n in (1, 2, 3, 4, 8)] == pytest.approx(  # type: ignore[union-attr]
         [30e-6, 30e-6, 7.015e-3, 14e-3, 28e-3]
     )
+    for n in (2, 4, 8, 64):
+        assert among(runtime, n, "gpu", 4) == among(runtime, min(n, 4), "gpu")
+    topology = load_cluster("distir-v100-pcie", devices=16)
+    cost = cost_model(topology, Plan(dp=16), runtime="distir-2021")
+    assert cost.runtime is not None
+    assert cost.runtime.transfer == pytest.approx(14e-3)
     assert among(load_runtime("megatron"), 4, "gpu") is load_runtime("megatron")
     assert among(None, 4, "gpu") is None
 

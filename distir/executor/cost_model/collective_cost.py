@@ -14,7 +14,8 @@ The group has n devices on N nodes; S is the size in bytes of the whole value th
                         S (n-1) / (n B) + base + (n-N) intra + (N-1) inter
     to one other        S / bandwidth + latency, of the slowest link
     all-to-all          each device sends S/n to every other: the slower of the part that stays in the node and
-                        the part that leaves it; latencies as of a ring of n-1 steps
+                        the part that leaves it; latencies as of a ring of n-1 steps; in a full mesh the links to
+                        all others are used at once
     broadcast, reduce   S / B + (n-1) steps: a ring, pipelined in small pieces
     scatter, gather     the root's transfers one after the other, and one latency
 
@@ -85,8 +86,8 @@ def _tree(wire: Wire, size: float, group: Group) -> list[float]:
 def _pairs(wire: Wire, size: float, group: Group) -> list[float]:
     """All pairs: each device sends an n-th to every other."""
     n, here = group.size, group.per_node
-    piece = size / n
-    inside = piece * ((here if group.inter else n) - 1) / group.intra.bandwidth
+    piece, near = size / n, here if group.inter else n
+    inside = piece * (near - 1) / (group.intra.collective(near) if group.intra.full_mesh else group.intra.bandwidth)
     outside = piece * (n - here) / group.inter.bandwidth if group.inter else 0.0
     return [max(inside, outside) / x.share + _ring_latency(x, group, 1) for x in _algorithms(group, "ring")]
 

@@ -124,7 +124,7 @@ class CostModel:
             seconds = self.compute_seconds(spec, attrs, ins, outs, what) + self._gap
             seconds += moved / what.bandwidth
             if fused is not UNFUSED:
-                seconds = self._in_chain(seconds, ins, outs, what, fused)
+                seconds = self._in_chain(seconds, spec, ins, outs, what, fused)
             seconds = memo[key] = quantize(seconds)
         return seconds
 
@@ -151,11 +151,13 @@ class CostModel:
         """Seconds that a compute op takes on the device beside its work, under the runtime."""
         return self.runtime.gap if self.runtime is not None else 0.0
 
-    def _in_chain(self, seconds: float, ins: Types, outs: Types, what: DeviceSpec, fused: Fused) -> float:
+    def _in_chain(self, seconds: float, spec: Spec, ins: Types, outs: Types, what: DeviceSpec, fused: Fused) -> float:
         """Seconds that are left of an op that is limited by memory, without what it does not move."""
         saved = sum(ins[k].bytes for k in fused.operands) + (outs[0].bytes if fused.result else 0)
-        launch = what.kernel_launch_overhead + self._gap if fused.launched else 0.0
-        return max(0.0, seconds - saved / self._bandwidth(ins, outs, what) - launch)
+        measured = what.speed(spec.timed_as, computed_in(ins, outs))
+        bandwidth = self._bandwidth(ins, outs, what) if measured is None else measured.bandwidth
+        launch = what.kernel_launch_overhead if measured is None else measured.launch
+        return max(0.0, seconds - saved / bandwidth - (launch + self._gap if fused.launched else 0.0))
 
     def _bandwidth(self, ins: Types, outs: Types, what: DeviceSpec) -> float:
         """The bytes/s of operands and results that an op limited by memory reaches."""

@@ -232,6 +232,20 @@ def test_more_passes_over_memory_and_collectives_that_wait() -> None:
     assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("cluster", ["dgx-h100", "h100", "h200"])
+def test_an_op_of_a_chain_moves_the_rest_as_quickly_as_alone(cluster: str) -> None:
+    """Also where ops were measured, and have bandwidths and launches of their own."""
+    topology = load_cluster(cluster)
+    device, cost = topology.devices[0], CostModel(topology, runtime=load_runtime("torch-compiled"))
+    x, narrow = Tensor(Float32, (1 << 26,)), Tensor(BFloat16, (1 << 26,))
+    some = Fused(frozenset((0,)), result=True, launched=True)
+    alone = cost.compute(lookup("Add"), NO_ATTRIBUTES, [x, x], [x], device)
+    rest = cost.compute(lookup("Add"), NO_ATTRIBUTES, [x, x], [x], device, some)
+    assert rest == pytest.approx(alone / 3, rel=0.05)  # one of three tensors; the launch takes some microseconds
+    cast = cost.compute(lookup("Cast"), Attributes({"to": BFloat16}), [x], [narrow], device, some)
+    assert cast == pytest.approx(0.0, abs=1e-9)
+
+
 def test_equal_functions_of_which_one_is_called_for_a_microbatch() -> None:
     """Only the other has kernels of many tensors: they are not equal to a simulator."""
     topology = load_cluster("dgx-a100")
