@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from distir.ir.exact_attributes import Form
 from distir.ir.function import Function, Op, Value
@@ -19,7 +19,9 @@ def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
     many devices there are along an axis, or how values are placed along it.
 
     Ops are sorted by the longest chain of ops that depends on them, longest first; ties by a hash of the term that an
-    op computes; ops of equal terms by the position of their results among the function's outputs.
+    op computes; ops of equal terms by the position of their results among the function's outputs. But ops on which none
+    of the last ones of `ops` depends, and no output of the function, follow their operands at once: in a forward pass
+    what only the backward pass needs.
     """
     depth: dict[Value, int] = {}
     rows: dict[int, list[Op]] = {}  # by the length of the longest chain that begins with them
@@ -36,7 +38,32 @@ def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
         if len(row) > 1:
             row.reverse()  # in the order given
             row.sort(key=lambda op: (name[op], [place.get(v, -1) for v in op.outputs]))
-    return [op for height in sorted(rows, reverse=True) for op in rows[height]]
+    return _early([op for height in sorted(rows, reverse=True) for op in rows[height]], frozenset(function.outputs))
+
+
+def _early(ops: list[Op], outputs: Collection[Value]) -> list[Op]:
+    """The same, with ops on which neither these values depend, nor the end of the longest chain, as early as can be."""
+    depth: dict[Value, int] = {}
+    used: set[Value] = set()
+    for op in ops:
+        used.update(op.inputs)
+        depth.update(dict.fromkeys(op.outputs, 1 + max([depth.get(v, 0) for v in op.inputs], default=0)))
+    ends = [op for op in ops if used.isdisjoint(op.outputs)]
+    if len(ends) < 2:
+        return ops
+    most = max([depth[v] for op in ends for v in op.outputs], default=0)
+    needed = {v for op in ends for v in op.outputs if depth[v] == most or v in outputs}
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+    place: dict[Value, int] = {}
+    order: list[tuple[int, int]] = []
+    for k, op in enumerate(ops):
+        early = needed.isdisjoint(op.outputs)
+        at = max([place.get(v, -1) for v in op.inputs], default=-1) if early else k
+        place.update(dict.fromkeys(op.outputs, at))
+        order.append((at, k))
+    return [ops[k] for _, k in sorted(order)]
 
 
 def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:

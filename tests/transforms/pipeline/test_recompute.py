@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from distir.api.compilation import validate
+from distir.api.model import load
+from distir.api.named_dims import named_dims
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulation
@@ -271,6 +273,22 @@ def test_without_anything_of_its_kind_nothing_is_recomputed(how: str) -> None:
     """Fused attention is one op, and without sequence parallelism nothing is gathered."""
     base = placed(small_gpt().function, Plan(tp=2))
     assert (recompute(base, how) is base) == (how != "selective")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("sizes", ["attention=unfused", "dropout=0.1", "attention=fused"])
+def test_what_only_the_backward_pass_gathers_belongs_to_its_block(sizes: str, tp: int) -> None:
+    """Under context parallelism keys are gathered once more, as the backward pass of attention that is not fused needs
+    them: at the end of the forward pass each would cross all borders of blocks after its own."""
+    text = f"llama:layers=5,hidden=32,heads=4,vocab=48,seq=16,batch=4,{sizes}"
+    model = load(text, loss="cross-entropy", optimizer="adamw")
+    plan = Plan(tp=tp, split=("cp=2:*.1",))
+    dims = named_dims(model.function, plan.split)
+    context = PassContext(plan, [Device("cpu", i) for i in range(plan.size)], splits=dims)
+    saving = _saving(run_passes(model.function, ("fuse", "decompose", "pad", "place"), context))
+    assert len(saving.blocks) == 5
+    assert len({len(block) for block in saving.blocks}) == 1
+    assert saved_bytes(saving, _blocks_again(saving, saving.blocks)) < 0.35 * saved_bytes(saving, ())
 
 
 @pytest.mark.parametrize("how", ["products", "all-products"])
