@@ -23,7 +23,7 @@ def memory_bound(c: Candidate, batch: int, profile: Profile, saving: float) -> f
     m = c.microbatches(batch)
     gradients = profile.reduced(1, 0).total
     kept = (profile.parameters + profile.state) / (c.owners if c.zero else 1)
-    sums = gradients / (c.owners if c.zero > 1 else 1) if m > 1 else 0.0
+    sums = gradients / c.owners_of_sums if m > 1 else 0.0
     saved = saving * profile.saved * (c.microbatch // profile.samples)
     copied = profile.copied(c.dp, c.zero)
     kept += copied

@@ -83,6 +83,12 @@ class Candidate(NamedTuple):
         return self.dp * math.prod([x.size for x in self.split])
 
     @property
+    def owners_of_sums(self) -> int:
+        """The devices over which ZeRO splits sums of gradients over microbatches, at most. ZeRO 1 may do so along
+        further axes, such as those of experts along that of context parallelism."""
+        return {0: 1, 1: self.owners // self.dp}.get(self.zero, self.owners)
+
+    @property
     def shards(self) -> int:
         """How many devices of a stage share a sample: those of a replica, but along the axis of experts each has its
         own."""

@@ -232,7 +232,7 @@ class Cuts:
 def _least_shares(c: Candidate) -> HeldShares:
     """What each device has at least."""
     each = 1 / c.owners
-    return HeldShares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, each if c.zero > 1 else 1.0)
+    return HeldShares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, 1 / c.owners_of_sums)
 
 
 def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:

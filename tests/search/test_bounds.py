@@ -23,6 +23,7 @@ from distir.search.memory_bounds import _least_memory
 from distir.search.model_axes import model_axes
 from distir.search.space import FURTHER, SETTINGS, Candidate, space
 from distir.transforms.differentiation.training import AdamW
+from distir.transforms.plan import InputSplit
 
 MODELS = (
     "gpt:layers=2,hidden=64,heads=4,vocab=100,seq=32",
@@ -34,6 +35,7 @@ MODELS = (
     "gpt:layers=2,hidden=4096,heads=32,vocab=5000,seq=256,dropout=0.1",
     "llama:layers=3,hidden=2048,heads=16,kv_heads=4,vocab=32000,seq=512",
 )
+SEQUENCES = InputSplit("cp", 4, (("*", 1),))
 CALIBRATED = str(Path(__file__).parents[1] / "calibrated.toml")
 """Ranks share two cores; each op has seconds of its own."""
 MEASURED = str(Path(__file__).parents[1] / "measured_collectives.toml")
@@ -96,13 +98,15 @@ def test_bounds_are_below_the_simulation(name, batch, gpus, cluster, precision, 
         (MODELS[4], 2, "fp32", Candidate(2, 1, 1, 1, "1f1b", 1, 1)),
         (MODELS[3], 4, "bf16", Candidate(2, 1, 2, 1, "interleaved", 2, 1, "selective")),
         (MODELS[3], 4, "bf16", Candidate(2, 1, 2, 1, "interleaved", 2, 0, "selective")),
+        (MODELS[4], 16, "bf16", Candidate(2, 1, 2, 1, zero=1, order=("tp", "dp", "cp", "pp"), split=(SEQUENCES,))),
     ],
 )
 @pytest.mark.parametrize("cluster", [CALIBRATED, MEASURED])
 def test_bounds_of_bytes_where_a_device_has_tensors_alone(model, gpus, precision, c, cluster):
     """A context of 1 GiB hides that bounds are too high: of weights that replicas have whole, for whose share counted
     beside them; of sums over microbatches that are reduced before the last backward pass of the rank; of weights in 16
-    bits of a stage that has had its last backward pass, when another of the rank has its own."""
+    bits of a stage that has had its last backward pass, when another of the rank has its own; of sums of experts'
+    gradients that ZeRO 1 splits along context parallelism's axis."""
     assert not too_high(case(model, 4, gpus, cluster, precision), c)
 
 
