@@ -57,28 +57,30 @@ def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value
     used = users(function)
     outputs = set(function.outputs)
 
-    def liftable(v: Value) -> list[Op]:
-        """The casts of a sum that make a value, and the sum; none if it is not of several stages."""
+    def liftable(v: Value, cast: bool) -> list[Op]:
+        """The casts of a sum that make a value, and the sum; none if it is not of several stages. `cast`: the value is
+        part of a sum that is cast; of these all operands must be summed up."""
         found: list[Op] = []
         while (op := producer.get(v)) is not None and len(op.outputs) == len(used[v]) == 1 and v not in outputs:
             found.append(op)
             if not is_cast(op):
                 sums = list(filter(_sums, op.inputs))
                 stages = {stage[producer[w]] for w in sums if producer[w] in stage}
-                uncast = len(found) == 1 or len(sums) == len(op.inputs)
-                return found if len(sums) > 1 and len(stages) > 1 and op.spec.comm is None and uncast else []
+                whole = len(sums) == len(op.inputs) or not (cast or len(found) > 1)
+                return found if len(sums) > 1 and len(stages) > 1 and op.spec.comm is None and whole else []
             v = op.inputs[0]
         return []
 
     lifted: set[Op] = set()
     for op in time_ends(function):
         if tensor(op.inputs[0]).over_time.kind is not None:
-            todo = [op.inputs[0]]
+            todo = [(op.inputs[0], False)]
             while todo:
-                found = liftable(todo.pop())
+                v, cast = todo.pop()
+                found = liftable(v, cast)
                 if found and found[-1] not in lifted:
                     lifted.update(found)
-                    todo += found[-1].inputs
+                    todo += [(w, cast or len(found) > 1) for w in found[-1].inputs]
     return lifted
 
 
