@@ -339,7 +339,7 @@ def test_groups_along_axes(data):
     order = data.draw(st.permutations(list(sizes)))
     axes = data.draw(st.lists(st.sampled_from(order), min_size=1, unique=True))
     topology = with_nodes_of(data.draw(st.integers(1, 9)))
-    c = Candidate(*sizes.values(), 1, order=tuple(order))
+    c = Candidate(sizes["dp"], sizes["tp"], sizes["pp"], 1, order=tuple(order))
     devices: dict[object, list[int]] = {}
     for number, at in enumerate(itertools.product(*[range(sizes[axis]) for axis in reversed(order)])):
         place = dict(zip(reversed(order), at, strict=True))

@@ -39,7 +39,7 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
             found = env.get(v, v)
             for step in then:
                 found = maker.add_op(step.spec, v.name, [found], step.attributes)
-                if inner in stage:
+                if inner is not None and inner in stage:
                     stages[maker.ops[-1]] = stage[inner]
             return maker.add_op(op.spec, v.name, [found], op.attributes)
 

@@ -28,7 +28,7 @@ from distir.transforms.pipeline.copies import copies, on_own_stages
 from distir.transforms.pipeline.phases import BACKWARD, phases
 from distir.transforms.pipeline.recompute import _blocks_again, _cheap, _saving, _still_saved, recompute, saved_bytes
 from distir.transforms.pipeline.stages import cut_stages
-from distir.transforms.plan import Plan
+from distir.transforms.plan import InputSplit, Plan
 from tests.transforms.programs import ADAMW, TOLERANCE, error, gpt2_tiny, imported_mlp, run, small_gpt
 
 PROGRAMS = {
@@ -282,7 +282,7 @@ def test_what_only_the_backward_pass_gathers_belongs_to_its_block(sizes: str, tp
     them: at the end of the forward pass each would cross all borders of blocks after its own."""
     text = f"llama:layers=5,hidden=32,heads=4,vocab=48,seq=16,batch=4,{sizes}"
     model = load(text, loss="cross-entropy", optimizer="adamw")
-    plan = Plan(tp=tp, split=("cp=2:*.1",))
+    plan = Plan(tp=tp, split=(InputSplit("cp", 2, (("*", 1),)),))
     dims = named_dims(model.function, plan.split)
     context = PassContext(plan, [Device("cpu", i) for i in range(plan.size)], splits=dims)
     saving = _saving(run_passes(model.function, ("fuse", "decompose", "pad", "place"), context))

@@ -278,13 +278,12 @@ def test_a_tied_gradient_is_sent_once_a_step() -> None:
         assert len(sent_whole(function, (16, 8))) <= 2  # the weight one way, its gradient the other
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "low"), [("bf16", "bf16"), ("fp16", "f16")])
 @pytest.mark.parametrize("pp", [2, 3])
-def test_a_tied_gradient_of_16_bits_is_sent_once_a_step(pp: int, precision: Precision) -> None:
+def test_a_tied_gradient_of_16_bits_is_sent_once_a_step(pp: int, precision: Precision, low: str) -> None:
     """Each stage accumulates its part in float32; the weight is sent as it is used."""
     sizes = "gpt:layers=4,hidden=24,heads=2,vocab=56,seq=8,batch=16"
     model = load(sizes, loss="cross-entropy", optimizer="adamw", precision=precision)
-    low = {"bf16": "bf16", "fp16": "f16"}[precision]
     for microbatches in (1, 2, 8):
         function = make_distributed(model, Settings(pp=pp, dp=2, microbatches=microbatches))
         assert sent_whole(function, (56, 24)) == [low, "f32"]
