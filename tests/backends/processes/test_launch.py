@@ -229,19 +229,22 @@ def stop_without_locks(pid: int) -> None:
 
 
 def test_a_rank_that_stops_while_it_starts_was_silent_so_long_as_is_said():
-    """Not as long as ranks may take to start where none fails."""
-    main, begun = counter(), time.monotonic()
+    """Not as long as ranks may take to start where none fails. A busy host may stop it later, in a step: then again."""
+    for _ in range(5):
+        main, begun = counter(), time.monotonic()
 
-    def stop() -> None:
-        while not (found := [pid for pid, name in descendants() if name == "distir-rank1"]):
-            time.sleep(0.001)
-        stop_without_locks(found[0])
+        def stop() -> None:
+            while not (found := [pid for pid, name in descendants() if name == "distir-rank1"]):
+                time.sleep(0.001)
+            stop_without_locks(found[0])
 
-    thread = threading.Thread(target=stop)
-    thread.start()
-    with pytest.raises(WorkerError) as e:
-        run(main, ones(main), 2, timeout=4)
-    thread.join()
+        thread = threading.Thread(target=stop)
+        thread.start()
+        with pytest.raises(WorkerError) as e:
+            run(main, ones(main), 2, timeout=4)
+        thread.join()
+        if "in step" not in str(e.value):
+            break
     found = re.fullmatch(r"rank 1 did not respond for (\d+) s during start-up", str(e.value))
     assert found, e.value
     assert int(found[1]) <= time.monotonic() - begun + 1
