@@ -32,7 +32,7 @@ MEAN_ERROR = {
     "torchtitan-h100": 0.14,
     "torchtitan-h200": 0.1,
     "torchtitan-a100": 0.06,
-    "primus-mi300x": 0.12,
+    "primus-mi300x": 0.09,
 }
 """The most that may be."""
 MEMORY_ERROR = {
