@@ -116,7 +116,8 @@ class Terms:
         self.forms: dict[Attributes, int] = {}
         self._numbers: dict[Form, int] = {}
         self._kinds: dict[tuple[Spec, Form], tuple[Kind, dict[tuple[Any, ...], Sequence[Term]]]] = {}
-        """Of the ops whose terms are those of their operands alone: all but communication, sums and what is defined."""
+        """Of the ops whose terms are those of their operands alone: all but communication, sums, casts and what is
+        defined."""
 
     def attributes(self, attrs: Attributes) -> int:
         """The number of the attributes without those that only say where an op is."""
@@ -157,7 +158,9 @@ class Terms:
             return (self.cast(kind, ins[0]),)
         if spec.addends:
             ins = self.summed(spec, ins)
-        elif alone:
+        elif alone and (
+            spec.dtype is None or len(ins) != 1
+        ):  # else the next may be a cast: that depends on the operand
             self._kinds[spec, op.attributes.form] = kind, self.table.setdefault(kind, {})
         return self.number(kind, ins, len(op.outputs))
 

@@ -246,3 +246,20 @@ def test_the_cast_of_sums_of_sums_is_theirs_of_the_casts() -> None:
     validate(chain(False), chain(True))
     with pytest.raises(MismatchError):
         validate(chain(True), chain(False, 1999))
+
+
+def test_a_cast_to_the_dtype_that_there_is_hides_no_other() -> None:
+    """Both have the same attributes."""
+
+    def both(inside: bool) -> Function:
+        f = FunctionMaker("both")
+        x = f.add_input_value("x", Tensor(Float32, (3,)))
+        a, b = [f.add_input_value(x, Tensor(Float64, (3,))) for x in "ab"]
+        first = f.emit("Cast", x, to=Float32)
+        parts = [f.emit("Cast", v, to=Float32) for v in (a, b)] if inside else [a, b]
+        total = f.emit("Add", *parts)
+        f.set_outputs([first, total if inside else f.emit("Cast", total, to=Float32)])
+        return f.finalize()
+
+    validate(both(True), both(False))
+    validate(both(False), both(True))

@@ -362,9 +362,9 @@ def test_bounds_of_large_batches() -> None:
     """Of larger microbatches there are fewer: the logits of all of them are then no more than 2^53 either."""
     found = case("gpt:layers=1,hidden=64,heads=4,vocab=100000,seq=1024", 1 << 14, 8, "dgx-h100", "bf16")
     chosen = [Candidate(1, 1, 8, 1 << 14), Candidate(1, 8, 1, 1 << 14), Candidate(8, 1, 1, 1 << 11, zero=1)]
-    for c, (seconds, _) in zip(chosen, found.bounds.of_cuts(chosen), strict=True):
+    for c, by_cuts in zip(chosen, found.bounds.of_cuts(chosen), strict=True):
         assert found.bounds.of_all(relatives(c), c.microbatch, 8) > 0
-        assert seconds >= 0
+        assert max(by_cuts) > 0  # of seconds, or of bytes where these do not fit: not what says that nothing is known
         assert found.bounds.of(c)[1] > 0
 
 

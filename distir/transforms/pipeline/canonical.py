@@ -19,9 +19,9 @@ def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
     many devices there are along an axis, or how values are placed along it.
 
     Ops are sorted by the longest chain of ops that depends on them, longest first; ties by a hash of the term that an
-    op computes; ops of equal terms by the position of their results among the function's outputs. But ops on which none
-    of the last ones of `ops` depends, and no output of the function, follow their operands at once: in a forward pass
-    what only the backward pass needs.
+    op computes; ops of equal terms by the position of their results among the function's outputs. But ops on which
+    neither the end of the longest chain depends nor an output of the function follow their operands at once: in a
+    forward pass what only the backward pass needs.
     """
     depth: dict[Value, int] = {}
     rows: dict[int, list[Op]] = {}  # by the length of the longest chain that begins with them

@@ -65,7 +65,7 @@ def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value
             found.append(op)
             if not is_cast(op):
                 sums = list(filter(_sums, op.inputs))
-                stages = {stage[producer[w]] for w in sums if producer[w] in stage}
+                stages = {stage[made] for w in sums if (made := producer.get(w)) is not None and made in stage}
                 whole = len(sums) == len(op.inputs) or not (cast or len(found) > 1)
                 return found if len(sums) > 1 and len(stages) > 1 and op.spec.comm is None and whole else []
             v = op.inputs[0]

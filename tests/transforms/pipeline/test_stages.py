@@ -17,12 +17,13 @@ from distir.api.model import Precision, load
 from distir.ir import Device, Function, FunctionMaker, Mesh, Op
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
-from distir.ir.type import Float64, Tensor
+from distir.ir.type import REPLICATE, SUM, BFloat16, Bool, Float32, Float64, Tensor
 from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
 from distir.transforms.parallel3d import distribute
 from distir.transforms.pipeline import partition
+from distir.transforms.pipeline.lift import lift_sums
 from distir.transforms.pipeline.partition import balanced, balanced_cut, choices, ways
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
 from distir.transforms.pipeline.stages import PLAIN, Follows, StageCost, backward_stages, cut_stages
@@ -287,6 +288,29 @@ def test_a_tied_gradient_of_16_bits_is_sent_once_a_step(pp: int, precision: Prec
     for microbatches in (1, 2, 8):
         function = make_distributed(model, Settings(pp=pp, dp=2, microbatches=microbatches))
         assert sent_whole(function, (56, 24)) == [low, "f32"]
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_under_a_cast_only_sums_are_lifted_of_which_all_operands_are(chosen: bool, cast: bool) -> None:
+    """What chooses between two sums is none: it is not cast with them."""
+    mesh = Mesh([Device("cpu", 0)], {"mb": 2}, "m")
+    f = FunctionMaker("f")
+    parts = [f.add_input_value(x, Tensor(BFloat16, (4,), mesh, (SUM,))) for x in "ab"]
+    which = f.add_input_value("which", Tensor(Bool, (4,), mesh, (REPLICATE,)))
+    made = [f.emit("Neg", x) for x in parts]
+    summed = f.emit("Where", which, *made) if chosen else f.emit("Add", *made)
+    x = f.emit("Cast", summed, to=Float32) if cast else summed
+    f.set_outputs([f.add_op("MPIAllreduce", "total", [x], {"axis": "mb"})])
+    function = f.finalize()
+    stage = {op: int(k == 1) for k, op in enumerate(function.ops[:-1])}
+    lifted, stages = lift_sums(function, stage)
+    assert (lifted is function) == (chosen and cast)
+    if lifted is not function:
+        totals = [op for op in lifted.ops if op.spec.comm is not None]
+        assert [stages[lifted.producers()[op.inputs[0]]] for op in totals] == [0, 1]
+        dtypes = {tensor(v).dtype for op in totals for v in op.outputs}
+        assert dtypes == {Float32 if cast else BFloat16}
 
 
 @settings(max_examples=20, deadline=None)
