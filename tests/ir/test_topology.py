@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from distir import CostModel, Plan, simulate
@@ -145,6 +145,7 @@ def test_groups_know_their_nodes() -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 60), st.integers(1, 50), st.integers(1, 40))
+@example(per_node=5, first=0, spacing=3, size=7)  # 2, 2, 1 and 2 devices: the fewest are on a node between
 def test_groups_of_evenly_spaced_devices(per_node: int, first: int, spacing: int, size: int) -> None:
     """Their nodes are counted without counting the devices."""
     regular = _cluster(200, per_node).regular
