@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from distir.ir.cached import cached
@@ -247,8 +248,8 @@ def _what_splits(problem: Problem, axis: str) -> str:
     """A hint: the first degrees that split something."""
     function, batch, pieces, starts = problem.function, problem.batch, problem.sharding.pieces, problem.starts
     sizes = {d for v in weights(function) for d in shape_of(v)}
-    degrees = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)]
-    fits = [str(k) for k in degrees[:_TRIED] if _search(function, k, batch, pieces, starts).chosen]
+    degrees = (k for k in range(2, max(sizes, default=1) + 1) if any([d % k == 0 for d in sizes]))
+    fits = [str(k) for k in islice(degrees, _TRIED) if _search(function, k, batch, pieces, starts).chosen]
     return f"use --{axis} {' or '.join(fits)}" if fits else f"use --{axis} 1: its weights cannot be split"
 
 
