@@ -1,6 +1,7 @@
 """Hypothesis profiles; how many processes run the tests; what tests may not leave; skips that fail where all is there
 (.ci/run: DISTIR_NO_SKIP=1)."""
 
+import functools
 import gc
 import os
 import signal
@@ -62,6 +63,17 @@ def preloaded(torch_loaded: fork_server.ForkServer, monkeypatch: pytest.MonkeyPa
     if sys.platform == "linux":
         monkeypatch.setattr(fork_server, "_server", torch_loaded)
         monkeypatch.setattr(fork_server, "OF_A_RUN", fork_server.OF_A_RUN | {"PYTEST_CURRENT_TEST"})
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What the functions of tests have cached goes with the module: with all that is derived from a program, it would
+    be millions of objects, which every collection traverses."""
+    if nextitem is not None and nextitem.path != item.path:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tests."):
+                for x in list(vars(module).values()):
+                    if isinstance(x, functools._lru_cache_wrapper):
+                        x.cache_clear()
 
 
 def pytest_sessionfinish() -> None:
