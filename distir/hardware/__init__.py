@@ -67,6 +67,11 @@ MIB = 1 << 20
 _FOLDER = Path(__file__).parent
 _DEVICES = 1 << 24
 """Limit on the devices of a cluster, each of which is an object."""
+_OF_A_NODE = 1 << 16
+"""Limit on the devices of a node: a link may have a bandwidth for each number of them."""
+_LEAST_SHARE = 1e-6
+_PRODUCTS = ("f64", "f32", "tf32", "bf16", "f16", "f8")
+"""Types in which products have a peak: dtypes, tf32 and 8-bit floats."""
 
 
 def known_clusters() -> list[str]:
@@ -161,8 +166,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML: {e}") from None
     root = _Table(path, "", table)
     device, node, network = root.part("device"), root.part("node"), root.part("network")
-    host = root.table("host") if "host" in table else None
+    host = root.table("host") if root.has("host") else None
     per_node = node.whole("devices")
+    if per_node > _OF_A_NODE:
+        raise node.error("devices", f"expected at most {_OF_A_NODE:,} in a node, got {per_node:,}")
     out = {
         "name": root.text("name"),
         "kind": device.text("kind"),
@@ -174,22 +181,22 @@ def _read(path: Path) -> dict[str, Any]:
         "host_link": _link(host) if host else None,
         "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
         "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
-        "runtime": _own_runtime(root) if "runtime" in table else None,
+        "runtime": _own_runtime(root) if root.has("runtime") else None,
         "in_turn": node.flag("in_turn"),
         "communicator": node.figure("communicator_mib", 0.0) * MIB,
     }
-    if "near" in node.values:
+    if node.has("near"):
         near = node.table("near")
         out |= {"near": _near(near, per_node), "near_link": _link(near)}
     out["measured"] = tuple([_measured(t) for t in node.tables("measured")])
-    out["sharing"] = _sharing(root.table("sharing")) if "sharing" in table else None
+    out["sharing"] = _sharing(root.table("sharing")) if root.has("sharing") else None
     out["residuals"] = tuple(sorted([_residuals(t) for t in root.tables("residuals")]))
     root.done()
     return out
 
 
 def _sharing(t: _Table) -> CoreSharing:
-    bandwidth = t.positive("bandwidth_gbs") * 1e9 if "bandwidth_gbs" in t.values else inf
+    bandwidth = t.positive("bandwidth_gbs") * 1e9 if t.has("bandwidth_gbs") else inf
     communication = t.figure("communication", 1.0)
     jitter, feeding, cold = (t.figure(key, 0.0) * 1e-6 for key in ("jitter_us", "feeding_us", "cold_us"))
     cache = t.figure("cache_mib", 0.0) * MIB
@@ -274,9 +281,9 @@ def _runtimes() -> dict[str, Runtime]:
 def _runtime(name: str, t: _Table) -> Runtime:
     given: dict[str, Any] = {key: t.flag(key) for key in _FLAGS}
     given |= {key: t.figure(f"{key}_us", 0.0) * 1e-6 for key in ("op", "communication", "member", "call", "gap")}
-    transfer = t.figure("transfer_us") * 1e-6 if "transfer_us" in t.values else None
+    transfer = t.figure("transfer_us") * 1e-6 if t.has("transfer_us") else None
     passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
-    by = t.table("transfer_us_by") if "transfer_us_by" in t.values else None
+    by = t.table("transfer_us_by") if t.has("transfer_us_by") else None
     ranks = tuple(sorted([(int(n), by.figure(n) * 1e-6) for n in by.values if n.isdecimal()])) if by else ()
     given |= {"transfer": transfer, "transfer_by": ranks, "threads": t.whole("threads", 1)}
     for prefix in ("", "sharded_"):
@@ -286,13 +293,13 @@ def _runtime(name: str, t: _Table) -> Runtime:
     given["norm_bytes"] = _figures(t, "norm_bytes", "forward", "backward")
     given["score_block"] = t.whole("score_block", 1)
     given["quantized_bytes"] = t.figure("quantized_bytes", 4.0)
-    given |= {key: t.text(key) for key in ("selective", "gathered_again", "reports") if key in t.values}
+    given |= {key: t.text(key) for key in ("selective", "gathered_again", "reports") if t.has(key)}
     return Runtime(name, **given, passes=passes, skew=skew, attention=_share(t, "attention"))
 
 
 def _figures(t: _Table, key: str, *of: str) -> tuple[float, ...] | None:
     """As many figures as there are names of what they are of; None if there are none."""
-    if key not in t.values:
+    if not t.has(key):
         return None
     found = tuple(t.numbers(key, zero=True))
     if len(found) != len(of):
@@ -356,6 +363,11 @@ class _Table:
 
     def error(self, key: str, what: str) -> UsageError:
         return UsageError(f"{self.path}: {self.name + '.' if self.name else ''}{key}: {what}")
+
+    def has(self, key: str) -> bool:
+        """Whether an optional key is given."""
+        self.seen.add(key)
+        return key in self.values
 
     def get(self, key: str, default: Any = None) -> Any:
         self.seen.add(key)
@@ -444,11 +456,16 @@ def _spec(t: _Table) -> DeviceSpec:
     figures = {key: peaks.positive(key) * 1e12 for key in peaks.values if key not in peaks.seen}
     if not figures:
         raise t.error("peak_tflops", "expected a figure for at least one dtype")
+    if unknown := [key for key in figures if key not in _PRODUCTS]:
+        raise peaks.error(unknown[0], f"unknown type of products (known: {', '.join(_PRODUCTS)})")
+    size, usable = t.positive("memory_gb"), t.figure("usable_gib", 0.0)
+    if usable > size:  # vendors' GB are GiB
+        raise t.error("usable_gib", f"expected at most memory_gb, {size:g}, got {usable:g}")
     return DeviceSpec(
         tuple(sorted(figures.items())),
         t.positive("memory_gbs") * 1e9,
         t.figure("launch_us") * 1e-6,
-        t.positive("memory_gb") * 1e9,
+        size * 1e9,
         _share(t, "compute_efficiency"),
         _share(t, "memory_efficiency"),
         t.figure("half_gflop", 0.0) * 1e9,
@@ -457,7 +474,7 @@ def _spec(t: _Table) -> DeviceSpec:
         _ops(t),
         t.figure("context_mib", 0.0) * MIB,
         t.figure("workspace_mib", 0.0) * MIB,
-        t.figure("usable_gib", 0.0) * 1024 * MIB,
+        usable * 1024 * MIB,
         _share(t, "unaligned"),
         t.figure("cudnn_attention", 1.0, least=1.0),
         _share(t, "early_products"),
@@ -467,7 +484,7 @@ def _spec(t: _Table) -> DeviceSpec:
 
 def _ops(t: _Table) -> tuple[tuple[tuple[str, str], OpSpeed], ...]:
     """The speeds of single ops, by op and dtype."""
-    if "ops" not in t.values:
+    if not t.has("ops"):
         return ()
     found: dict[tuple[str, str], OpSpeed] = {}
     by_dtype = t.table("ops")
@@ -478,7 +495,7 @@ def _ops(t: _Table) -> tuple[tuple[tuple[str, str], OpSpeed], ...]:
         for op in of.values:
             if op not in of.seen:
                 row = of.table(op)
-                rates = [row.positive(k) * unit if k in row.values else inf for k, unit in _RATES]
+                rates = [row.positive(k) * unit if row.has(k) else inf for k, unit in _RATES]
                 found[op, dtype] = OpSpeed(row.figure("launch_us", 0.0) * 1e-6, *rates)
     return tuple(sorted(found.items()))
 
@@ -489,7 +506,7 @@ _RATES = ("tflops", 1e12), ("gbs", 1e9)
 
 def _attention(t: _Table) -> FusedAttention | None:
     """The speed of fused attention, if the file gives it."""
-    if "attention_efficiency" not in t.values:
+    if not t.has("attention_efficiency"):
         return None
     halves = [t.figure(f"attention_half_{name}", 0.0) for name in ("gflop", "keys", "queries", "width")]
     return FusedAttention(_share(t, "attention_efficiency"), halves[0] * 1e9, *halves[1:])
@@ -497,7 +514,7 @@ def _attention(t: _Table) -> FusedAttention | None:
 
 def _tiles(t: _Table) -> Tiles | None:
     """The speed of products in float32, if the file gives it."""
-    if "wide_efficiency" not in t.values:
+    if not t.has("wide_efficiency"):
         return None
     batched = t.whole("batched_tile", SIDES[-1])
     if batched not in SIDES:
@@ -508,14 +525,14 @@ def _tiles(t: _Table) -> Tiles | None:
 
 def _share(t: _Table, key: str, default: float = 1.0) -> float:
     value = t.figure(key, default)
-    if not 0 < value <= 1:
-        raise t.error(key, f"expected a share above 0 and at most 1, got {value:g}")
+    if not _LEAST_SHARE <= value <= 1:
+        raise t.error(key, f"expected a share above 0, at least {_LEAST_SHARE:g}, and at most 1, got {value:g}")
     return value
 
 
 def _link(t: _Table) -> Link:
     bandwidth = t.positive("link_gbs") * 1e9
-    by = t.table("bus_gbs_by") if "bus_gbs_by" in t.values else None
+    by = t.table("bus_gbs_by") if t.has("bus_gbs_by") else None
     sizes = {int(n): by.positive(n) * 1e9 for n in by.values if n.isdecimal()} if by else {}
     bus, slows = t.positive("bus_gbs", bandwidth / 1e9) * 1e9, t.figure("compute_share", 0.0, most=1.0)
     if full_mesh := t.flag("full_mesh"):
