@@ -118,26 +118,31 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c, batch: c.zero > 0 and c.owners == 1,
         "ZeRO splits among replicas and context parallelism's devices: without any it is the same program",
+        ("zero",),
     ),
     Rule(
         lambda c, batch: c.sequence_parallel and c.tp == 1,
         "sequence parallelism is along the axis of tensor parallelism: without one there is none",
     ),
     Rule(
-        lambda c, batch: c.zero == 2 and c.microbatches(batch) == 1,
-        "with one microbatch ZeRO 2 is ZeRO 1",
+        lambda c, batch: c.zero == 2 and c.pp == 1 and c.microbatches(batch) == 1,
+        "with one microbatch on one pipeline rank ZeRO 2 is ZeRO 1",
+        ("zero",),
     ),
     Rule(
         lambda c, batch: c.schedule != "1f1b" and c.pp == 1,
-        "on one pipeline rank every schedule runs the same bodies one after another, and 1f1b saves the least",
+        "on one pipeline rank 1f1b saves the least: of other schedules only the pieces of gradients' sums would differ",
+        ("schedule",),
     ),
     Rule(
         lambda c, batch: c.schedule == "gpipe" and c.microbatches(batch) == 1,
         "with one microbatch gpipe is 1f1b",
+        ("schedule",),
     ),
     Rule(
         lambda c, batch: (c.schedule == "interleaved") != (c.chunks > 1),
         "interleaved with one chunk is 1f1b, and other schedules have one",
+        ("schedule",),
     ),
     Rule(
         lambda c, batch: math.gcd(c.cp, c.microbatch) > 1,
@@ -196,7 +201,7 @@ def space(
         rule = next(
             (rule for rule in RULES if rule.drops(c, batch) and all([name in free for name in rule.free])), None
         )
-        if rule is not None and not _demanded(c, fix):
+        if rule is not None:
             dropped[rule.reason] += 1
             continue
         key = c[:3], c.split
@@ -213,11 +218,6 @@ def space(
     held = [name for name in SETTINGS if name not in varied and (name not in FURTHER or name in axes)]
     unused = [name for name in axes if all([not c.split for c in found])]
     return Space(found, dict(dropped), tuple(unused), tuple(held))
-
-
-def _demanded(c: Candidate, fix: Mapping[str, Any]) -> bool:
-    """Whether all that a rule could drop a candidate for was asked for by name."""
-    return all(name in fix for name in ("zero", "schedule", "chunks", "sequence_parallel"))
 
 
 _Degrees = tuple[int, int, int, tuple[InputSplit, ...]]

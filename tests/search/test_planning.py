@@ -233,6 +233,30 @@ def test_why_there_is_no_plan(fix, hint):
     assert hint in (error.value.hint or "")
 
 
+def test_a_setting_that_is_fixed_leaves_no_plan_out():
+    """Rules leave out what equals another plan, which is not there where the setting is fixed."""
+
+    def degrees(**fix):
+        found = plan(trained(), "dgx-a100", 4, fix=fix, top=99).rows
+        return {(x.plan.dp, x.plan.tp, x.plan.pp) for x in found}
+
+    everything = degrees(microbatch=1, recompute="none")
+    assert (1, 4, 1) in everything
+    for fix in ({"zero": 2}, {"schedule": "gpipe"}):
+        assert degrees(microbatch=1, recompute="none", **fix) == everything, fix
+
+
+def test_with_one_microbatch_zero_2_differs_where_stages_share_a_weight():
+    """Sums of a tied weight's gradient are taken in another order then."""
+    model = load(
+        "gpt:layers=2,hidden=64,heads=4,vocab=4000,seq=64", {"batch": 4}, loss="cross-entropy", optimizer="adamw"
+    )
+    found = plan(model, "dgx-a100", 4, vary=("dp", "tp", "pp", "zero"), fix={"dp": 2, "pp": 2}, top=9)
+    seconds = {x.plan.zero: x.seconds for x in found.rows}
+    assert seconds.keys() == {0, 1, 2, 3}
+    assert seconds[2] != seconds[1]
+
+
 def test_what_to_change_is_no_setting_that_was_tried():
     row = plan(trained(), "dgx-a100", 2, top=1).rows[0]
     assert row.detail is not None
