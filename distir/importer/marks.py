@@ -1,14 +1,17 @@
-"""Reads metadata of torch's exporter: which initializers are parameters of the module.
+"""Reads metadata of torch's exporter: which initializers are parameters of the module, and which calls of torch's ops
+the nodes come from.
 
 The exporter's optimizer folds constants, so a file has tables, masks and factors beside the weights, which cannot be
-distinguished by type or shape.
+distinguished by type or shape. Nodes lack what ONNX has no operand for, such as the row of a table that is not trained.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import onnx
 
@@ -19,8 +22,7 @@ _FOLDED = "folded_from"
 _NOT_TRAINED = ("BUFFER", "CONSTANT_TENSOR")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CALL = "pkg.torch.onnx.fx_node"
-_TRAINING = re.compile(r"batch_norm[\w.]*\]\(args = \([^()]*?\b(True|False)\b")
-"""A call of a batch norm: the first truth value of its arguments says whether it is in training mode."""
+_OF_ATEN = re.compile(r"\[target=torch\.ops\.aten\.(\w+)[\w.]*\]\(args = \((.*)\), kwargs = \{(.*)\}\)$", re.DOTALL)
 
 
 def not_trained(graph: onnx.GraphProto, inner: Collection[str] = ()) -> set[str]:
@@ -53,10 +55,51 @@ def statistics(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
+class Call(NamedTuple):
+    """A call of an op of torch's: its arguments are numbers, truth values or None, and else texts."""
+
+    name: str
+    arguments: list[Any]
+    keywords: dict[str, Any]
+
+    def get(self, place: int, name: str, default: Any) -> Any:
+        """An argument, by its place or its name."""
+        return self.arguments[place] if place < len(self.arguments) else self.keywords.get(name, default)
+
+
+def call_of(node: onnx.NodeProto) -> Call:
+    """The call of torch's that the exporter translated into the node and others; without metadata one of no name."""
+    found = _OF_ATEN.search(_texts(node.metadata_props).get(_CALL, ""))
+    if found is None:
+        return Call("", [], {})
+    pairs = [text.partition(": ") for text in _parts(found[3])]
+    return Call(found[1], list(map(_argument, _parts(found[2]))), {key: _argument(x) for key, _, x in pairs})
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What commas outside of brackets separate."""
+    depth, first = 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            yield text[first:i].strip()
+            first = i + 1
+    if text[first:].strip():
+        yield text[first:].strip()
+
+
+def _argument(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def in_training(node: onnx.NodeProto) -> bool:
-    """Whether the module had a batch norm in training mode, which torch's exporter writes in inference mode."""
-    call = _TRAINING.search(_texts(node.metadata_props).get(_CALL, ""))
-    return call is not None and call[1] == "True"
+    """Whether the module had a batch norm in training mode, which torch's exporter writes in inference mode: the first
+    truth value among its arguments says so."""
+    call = call_of(node)
+    return "batch_norm" in call.name and next((x for x in call.arguments if isinstance(x, bool)), False)
 
 
 def parameters_in(graph: onnx.GraphProto) -> set[str]:

@@ -96,6 +96,19 @@ class Scope:
         dtype, shape = self.stored[name]
         return dtype.floating and (len(shape) > 0 or name in self.scalars)
 
+    def depends_on_parameters(self, v: Value) -> bool:
+        """Whether a value is computed from parameters, so that a gradient may pass through it."""
+        makers = {x: op for op in self.maker.ops for x in op.outputs}
+        seen, left = {v}, [v]
+        while left:
+            x = left.pop()
+            if x.role is not None and x.role.kind == "parameter":
+                return True
+            new = [y for y in (makers[x].inputs if x in makers else ()) if y not in seen]
+            seen.update(new)
+            left += new
+        return False
+
     def cast(self, x: np.ndarray, dtype: DType) -> np.ndarray:
         """A known array in another type; a number that was rounded to float32 is as it was before, in float64."""
         y = collapsed(x).astype(dtype.numpy)

@@ -9,12 +9,13 @@ from functools import reduce
 import ml_dtypes
 import numpy as np
 
-from distir.importer.marks import in_training
+from distir.importer.marks import call_of, in_training
 from distir.importer.node import Node, Result
 from distir.importer.registry import rule
 from distir.importer.tensor_proto import dtype_of
 from distir.ir.errors import UsageError
 from distir.ir.function import Value
+from distir.ir.type import Float32, Float64
 from distir.ops.rules import next_statistic, shape_of, statistic, tensor
 
 
@@ -45,19 +46,38 @@ def _identity(n: Node) -> Result | Sequence[Result]:
     if n.proto.input[0] in n.scope.sequences:
         n.scope.sequences[n.proto.output[0]] = n.scope.sequences[n.proto.input[0]]
         return []
-    return n.operand(0)
+    x = n.operand(0)
+    if call_of(n.proto).name == "detach" and n.scope.depends_on_parameters(x):
+        return n.emit("Detach", x)
+    return x
 
 
 @rule("Dropout")
 def _dropout(n: Node) -> Result | Sequence[Result]:
-    """The identity if the model was exported for inference; in training mode the op that training makes random."""
+    """The identity if the model was exported for inference; in training mode the op that training makes random.
+
+    torch's exporter writes the dropout of attention probabilities, which torch always applies, as in inference."""
     n.attr("seed")
     ratio = float(n.numbers(1, "ratio")[0]) if n.has(1) else 0.5
-    if ratio == 0 or not (n.has(2) and bool(n.numbers(2, "training_mode").any())):
+    training = (n.has(2) and bool(n.numbers(2, "training_mode").any())) or _drops(n)
+    if ratio == 0 or not training:
         return [n.operand(0), np.broadcast_to(np.array(True), n.shape())]  # all are kept
     if not 0 <= ratio < 1:
         raise n.error(f"ratio {ratio:g} is not in [0, 1)")
     return n.emit("Dropout", n.operand(0), ratio=ratio)
+
+
+def _drops(n: Node) -> bool:
+    """Whether the node is of an attention with dropout of its probabilities."""
+    call = call_of(n.proto)
+    return call.name == "scaled_dot_product_attention" and call.get(4, "dropout_p", 0.0) > 0
+
+
+@rule("Attention")
+def _attention(n: Node) -> None:
+    """What the standard defines it by, which has no dropout."""
+    if _drops(n):
+        raise n.error("torch's exporter leaves its dropout out", "export it with opset_version=22 or below")
 
 
 BINARY = {"Sum": "Add", "Mean": "Add", "Max": "Max", "Min": "Min"}
@@ -77,6 +97,8 @@ def _cast(n: Node) -> Result:
     n.attr("round_mode")
     to = dtype_of(n.attr("to", 0), f"{n.scope.path}: {n}: attribute to")
     x = n.operand(0)
+    if tensor(x).dtype is Float64 and to is Float32 and call_of(n.proto).name == "embedding_bag":
+        return x  # torch's exporter would sum in float32
     return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
 
 
@@ -226,17 +248,21 @@ def where_not(n: Node, x: Value, total: Value) -> Value:
 
 
 @rule("ReduceLogSumExp")
-def _log_sum_exp(n: Node) -> Result:
-    """The maximum, clipped to finite numbers, is subtracted before and added after, so that nothing overflows."""
+def _reduce_log_sum_exp(n: Node) -> Result:
     x, axes = n.operand(0), _reduced_axes(n)
     if axes is None:
         return x
+    result = _log_sum_exp(n, x, axes)
+    return result if n.attr("keepdims", 1) else n.dropped(result, axes)
+
+
+def _log_sum_exp(n: Node, x: Value, axes: tuple[int, ...]) -> Value:
+    """The maximum, clipped to finite numbers, is subtracted before and added after, so that nothing overflows."""
     largest = float(ml_dtypes.finfo(tensor(x).dtype.numpy).max)
     top = n.emit("Clip", n.emit("ReduceMax", x, axes=axes, keepdims=1), min=-largest, max=largest)
     top = n.emit("Detach", top)
     total = n.emit("ReduceSum", n.emit("Exp", n.emit("Sub", x, top)), axes=axes, keepdims=1)
-    result = n.emit("Add", n.emit("Log", total), top)
-    return result if n.attr("keepdims", 1) else n.dropped(result, axes)
+    return n.emit("Add", n.emit("Log", total), top)
 
 
 # ---------------------------------------------------------------- normalisation
@@ -249,8 +275,10 @@ def _standard(n: Node, x: Value, mean: Value, variance: Value, epsilon: float) -
 
 
 def _per_channel(n: Node, i: int) -> Value:
-    """Operand i, one number per channel, reshaped to broadcast with operand 0, (batch, channels, ...)."""
-    return n.reshape(n.operand(i), (n.shape()[1], *[1] * (len(n.shape()) - 2)))
+    """Operand i, one number per channel, reshaped to broadcast with operand 0, (batch, channels, ...), in its dtype."""
+    x, to = n.operand(i), tensor(n.operand(0)).dtype
+    x = x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
+    return n.reshape(x, (n.shape()[1], *[1] * (len(n.shape()) - 2)))
 
 
 @rule("BatchNormalization")
@@ -323,7 +351,10 @@ def _lp_norm(n: Node) -> Result:
 @rule("SoftmaxCrossEntropyLoss")
 def _cross_entropy(n: Node) -> Result | None:
     """ONNX has the classes in dim 1, distir has them last. With weights of classes, or if the logarithms are results,
-    it is what the standard defines it by."""
+    it is what the standard defines it by. torch's exporter leaves label smoothing out."""
+    call = call_of(n.proto)
+    if call.name == "cross_entropy_loss" and (smoothing := call.get(5, "label_smoothing", 0.0)):
+        return _smoothed(n, float(smoothing))
     if n.has(2) or any(n.proto.output[1:]):
         return None
     x, rank = n.operand(0), len(n.shape())
@@ -332,3 +363,37 @@ def _cross_entropy(n: Node) -> Result | None:
     attributes = {"reduction": n.attr("reduction", "mean"), "ignore_index": n.attr("ignore_index")}
     given = {k: v for k, v in attributes.items() if v is not None}
     return n.emit("SoftmaxCrossEntropyLoss", x, n.operand(1), **given)
+
+
+def _smoothed(n: Node, smoothing: float) -> Result:
+    """Cross-entropy with label smoothing, as torch defines it: of the target 1 - s, and of each class s / classes.
+
+    A class counts by its weight w: of a row that is not ignored the sum over classes of -w log p is
+    (sum of w) log(sum of exp x) - sum of w x. The mean divides by the targets' weights."""
+    x, target, rank, reduction = n.operand(0), n.operand(1), len(n.shape()), n.attr("reduction", "mean")
+    if rank > 2:
+        x = n.emit("Transpose", x, perm=(0, *range(2, rank), 1))
+    classes, last = shape_of(x)[-1], (rank - 1,)
+    ignored = {} if n.attr("ignore_index") is None else {"ignore_index": n.attr("ignore_index")}
+    other = n.emit("Equal", target, n.constant(ignored["ignore_index"], target)) if ignored else None
+    own = n.emit("SoftmaxCrossEntropyLoss", x, target, reduction="none", **ignored)
+    total = n.dropped(_log_sum_exp(n, x, last), last)
+    if n.has(2):
+        weight = n.operand(2)
+        index = target if other is None else n.emit("Where", other, n.constant(0, target), target)
+        counts = n.emit("Gather", weight, index, axis=0)
+        own = n.emit("Mul", own, counts)
+        total = n.emit("Mul", total, n.emit("ReduceSum", weight, axes=(0,), keepdims=0))
+        each = n.emit("Sub", total, n.emit("ReduceSum", n.emit("Mul", x, weight), axes=last, keepdims=0))
+        each = n.emit("Div", each, n.constant(float(classes), x))
+    else:
+        counts = n.full(shape_of(target), 1.0, x)
+        each = n.emit("Sub", total, n.emit("ReduceMean", x, axes=last, keepdims=0))
+    if other is not None:
+        counts, each = (n.emit("Mask", other, v, keep=False) for v in (counts, each))
+    own, each = n.emit("Mul", own, n.constant(1 - smoothing, x)), n.emit("Mul", each, n.constant(smoothing, x))
+    rows, dims = n.emit("Add", own, each), tuple(range(rank - 1))
+    if reduction == "none":
+        return rows
+    result = n.emit("ReduceSum", rows, axes=dims, keepdims=0)
+    return n.emit("Div", result, n.emit("ReduceSum", counts, axes=dims, keepdims=0)) if reduction == "mean" else result

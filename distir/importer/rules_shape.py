@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distir.importer.marks import call_of
 from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.importer.rules_index import gathered
 from distir.importer.tensor_proto import dtype_of
+from distir.ir.function import Value
 from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
 
@@ -18,19 +20,40 @@ from distir.ops.rules import shape_of, tensor
 @rule("Gather")
 def _gather(n: Node) -> Result:
     """Indices may count from the end. One known index is a Slice."""
-    axis, shape = n.axis(0), n.shape()
+    axis, shape, padding = n.axis(0), n.shape(), _padding(n)
     if not n.scope.is_known(n.proto.input[1]):
-        return n.emit("Gather", n.operand(0), n.operand(1), axis=axis)
+        ids = n.operand(1)
+        rows = n.emit("Gather", n.operand(0), ids, axis=axis)
+        return rows if padding is None else _untrained(n, rows, n.emit("Equal", ids, n.constant(padding, ids)))
     given = n.known(1, "the indices")
     index = collapsed(given).astype(np.int64)
     if ((index < -shape[axis]) | (index >= shape[axis])).any():
         raise n.error(f"an index is out of range for dim {axis} of shape {shape}")
     index = np.broadcast_to(index % shape[axis], given.shape)
     if index.size != 1:
-        return n.emit("Gather", n.operand(0), n.array("indices", index), axis=axis)
+        rows = n.emit("Gather", n.operand(0), n.array("indices", index), axis=axis)
+        return _untrained(n, rows, n.array("padding", index == padding)) if (index == padding).any() else rows
     at = int(index.item())
     row = n.emit("Slice", n.operand(0), starts=(at,), ends=(at + 1,), axes=(axis,), steps=(1,))
+    row = n.emit("Detach", row) if at == padding else row
     return n.reshape(row, (*shape[:axis], *index.shape, *shape[axis + 1 :]))
+
+
+def _padding(n: Node) -> int | None:
+    """The row of padding, which gets no gradient, where the node is torch's embedding in a trained table with one."""
+    call = call_of(n.proto)
+    if call.name != "embedding" or not n.scope.depends_on_parameters(n.operand(0)):
+        return None
+    if call.get(3, "scale_grad_by_freq", False):
+        raise n.error("torch's exporter leaves scale_grad_by_freq out", "set it to False")
+    row = call.get(2, "padding_idx", -1)
+    return row if row >= 0 else None
+
+
+def _untrained(n: Node, rows: Value, where: Value) -> Value:
+    """Rows of a table, without a gradient `where` their index is that of padding."""
+    where = n.reshape(where, (*shape_of(where), 1))
+    return n.emit("Where", where, n.emit("Detach", rows), rows)
 
 
 @rule("GatherND")

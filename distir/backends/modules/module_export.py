@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import io
 import logging
+import operator
 import sys
 import traceback
 import warnings
@@ -29,6 +30,7 @@ from distir.ir.errors import ModelError, UsageError
 BATCH = "batch"
 """The name of the batch dim, unless names are given."""
 _TORCH = Path(torch.__file__).parent
+_OWN = "write what it does by torch's ops: h + (f(h) - h).detach() has the value of f(h) and the gradient of h"
 _HINT = "a forward pass may not depend on the values of tensors: torch.where and torch.cond choose between results"
 
 
@@ -78,19 +80,24 @@ def export_module(
     if importlib.util.find_spec("onnxscript") is None:
         message = f"{name} is a torch.nn.Module, which torch exports with onnxscript: it is not installed"
         raise UsageError(message, "pip install 'distir[modules]'")
-    _check_apart(name, {k: x for k, x in module.named_parameters() if x.requires_grad})
+    trainable = {k: x for k, x in module.named_parameters() if x.requires_grad}
+    _check_apart(name, trainable)
+    _check_hooks(module, trainable)
     arguments, inputs = _arguments(module, example_inputs, dim_names)
     sizes = _sizes(name, inputs, dims or {})
     resized = iter([_resized(x, sizes) for x in inputs])
     args, kwargs = pytree.tree_map(lambda x: next(resized) if isinstance(x, torch.Tensor) else x, arguments)
     with _quiet():
-        with _flat_outputs(module) as outputs:
+        with _flat_outputs(module) as outputs, _no_gradients_of_its_own(name):
             try:
-                with redirect_stderr(io.StringIO()) as said:  # on an error it prints the graph so far
+                with redirect_stderr(io.StringIO()) as said, torch.enable_grad():  # on an error it prints the graph
                     program = torch.export.export(module, args, kwargs, strict=False)
+            except ModelError:
+                raise
             except Exception as e:  # whatever forward and the exporter raise
                 raise _not_exported(name, e) from e
             sys.stderr.write(said.getvalue())
+        _detach_without_grad(program.graph_module)
         try:
             exported = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
         except Exception as e:  # of many kinds
@@ -291,6 +298,49 @@ def _check_apart(name: str, trained: Mapping[str, torch.Tensor]) -> None:
         if x.numel() and (other := seen.setdefault((x.device, x.data_ptr()), key)) != key:
             hint = "tie them as one Parameter: module.a.weight = module.b.weight"
             raise ModelError(f"{name}: parameters {other} and {key} are different but share memory", hint)
+
+
+def _check_hooks(module: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -> None:
+    """Raises ModelError for hooks on gradients, which no exporter takes over."""
+    hooked = [k for k, x in trained.items() if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None)]
+    hooked += [k or "the module" for k, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    if hooked:
+        raise ModelError(f"{type(module).__name__}: {hooked[0]} has a hook on gradients, which is not exported", _OWN)
+
+
+@contextmanager
+def _no_gradients_of_its_own(name: str) -> Iterator[None]:
+    """A context in which a torch.autograd.Function is refused: of it only the forward pass would be exported."""
+    function = torch.autograd.Function
+    apply, own = function.apply, function.__dict__.get("apply")
+
+    def refused(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch."):
+            return apply.__func__(cls, *args, **kwargs)
+        raise ModelError(f"{name}: the gradient that {cls.__qualname__} defines is not exported", _OWN)
+
+    function.apply = classmethod(refused)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del function.apply
+        else:
+            function.apply = own
+
+
+def _detach_without_grad(graph_module: torch.fx.GraphModule) -> None:
+    """Detach what is computed under torch.no_grad, in place: the exporter forgets that it was."""
+    for m in [m for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
+        for node in list(m.graph.nodes):
+            if getattr(node.target, "_name", "") != "wrap_with_set_grad_enabled" or node.args[0]:
+                continue
+            for result in [x for x in node.users if x.target is operator.getitem]:
+                with m.graph.inserting_after(result):
+                    detached = m.graph.call_function(torch.ops.aten.detach.default, (result,))
+                detached.meta = {**result.meta}
+                result.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
+        m.recompile()
 
 
 def _not_exported(name: str, e: Exception) -> ModelError:

@@ -240,6 +240,10 @@ class TorchNamespace:
         return torch.pow(a, b)
 
     def clip(self, x: torch.Tensor, low: Any = None, high: Any = None) -> torch.Tensor:
+        """Bounds that the dtype does not reach, as in a program in another dtype before, are its own."""
+        if x.dtype.is_floating_point and x.dtype.itemsize < 4:
+            most = torch.finfo(x.dtype).max
+            low, high = (b if b is None else min(max(b, -most), most) for b in (low, high))
         return x.clamp(low, high)
 
     def __repr__(self) -> str:

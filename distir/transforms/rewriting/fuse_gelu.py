@@ -1,4 +1,4 @@
-"""Matches Gelu, exact or by tanh, and Silu that exporters write out in products and sums."""
+"""Matches Gelu, exact or by tanh, Silu and the logarithm of a sigmoid that exporters write out in several ops."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ def find_silu(program: Program, op: Op) -> Found | None:
         if sigmoid is not None and sigmoid.inputs[0] is x:
             return Found(op.outputs[0], frozenset({op, sigmoid}), "Silu", [x], {})
     return None
+
+
+def find_log_sigmoid(program: Program, op: Op) -> Found | None:
+    """Matches the Log of a Sigmoid, which is -inf where the sigmoid is 0: as -Softplus(-x) it is exact."""
+    sigmoid = program.made_by(op.inputs[0], "Sigmoid")
+    if sigmoid is None:
+        return None
+    x = sigmoid.inputs[0]
+    return Found(op.outputs[0], frozenset({op, sigmoid}), "Neg", [lambda f: f.emit("Softplus", f.emit("Neg", x))], {})
 
 
 def _above(program: Program, v: Value) -> list[Value]:

@@ -184,3 +184,23 @@ def test_silu(swapped: bool) -> None:
     function = program(write)
     assert kinds(fuse(function)) == ["MatMul", "Silu", "Neg"]
     equal(function, fuse(function))
+
+
+def test_the_logarithm_of_a_sigmoid_does_not_underflow() -> None:
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(Float32, (7,)))
+    f.set_outputs([f.emit("Log", f.emit("Sigmoid", x))])
+    fused = fuse(f.finalize())
+    assert kinds(fused) == ["Neg", "Softplus", "Neg"]
+    given = np.asarray([-200, -110, -18, -1, 0, 3, 60], np.float32)
+    got = SequentialExecutor().compute(fused, [given])[0]
+    assert np.allclose(got, -np.logaddexp(0, -given.astype(np.float64)), rtol=3e-7, atol=0)
+
+
+def test_a_sigmoid_with_other_uses_stays() -> None:
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(Float32, (7,)))
+    s = f.emit("Sigmoid", x)
+    f.set_outputs([f.emit("Log", s), s])
+    function = f.finalize()
+    assert fuse(function) is function
