@@ -32,7 +32,9 @@ def _gather(n: Node) -> Result:
     index = np.broadcast_to(index % shape[axis], given.shape)
     if index.size != 1:
         rows = n.emit("Gather", n.operand(0), n.array("indices", index), axis=axis)
-        return _untrained(n, rows, n.array("padding", index == padding)) if (index == padding).any() else rows
+        if padding is None or not (collapsed(index) == padding).any():
+            return rows
+        return _untrained(n, rows, n.array("padding", index == padding))
     at = int(index.item())
     row = n.emit("Slice", n.operand(0), starts=(at,), ends=(at + 1,), axes=(axis,), steps=(1,))
     row = n.emit("Detach", row) if at == padding else row
