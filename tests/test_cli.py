@@ -233,6 +233,8 @@ def test_interrupted_exits_130(cli, monkeypatch):
 
     monkeypatch.setattr("distir.cli.programs.show", interrupt)
     assert_error(cli("show", MLP), 130, "interrupted")
+    code, out, _ = cli("show", MLP, "--json")
+    assert (code, json.loads(out)) == (130, {"error": "interrupted", "hint": None, "exit_code": 130})
 
 
 def test_an_interrupt_that_a_library_takes_for_its_own_error(cli, monkeypatch):

@@ -56,6 +56,7 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
+_INTERRUPTED = "interrupted"
 _interrupts: list[int] = []
 """The SIGINTs received."""
 
@@ -79,16 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except DistirError as e:
         _print_error(e.message, e.hint)
-        return _exit_code(e, argv)
+        return _said(argv, e.exit_code, e.message, e.hint, e.result)
     except KeyboardInterrupt:
-        _print_error("interrupted")
-        return INTERRUPTED
+        _print_error(_INTERRUPTED)
+        return _said(argv, INTERRUPTED, _INTERRUPTED)
     except BrokenPipeError:  # the reader of stdout has closed it
         return 0
     except Exception as e:
         if _interrupts:
-            _print_error("interrupted")
-            return INTERRUPTED
+            _print_error(_INTERRUPTED)
+            return _said(argv, INTERRUPTED, _INTERRUPTED)
         from distir.ir.files import no_room
 
         if (
@@ -105,15 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
-def _exit_code(e: DistirError, argv: Sequence[str] | None) -> int:
+def _said(argv: Sequence[str] | None, code: int, message: str, hint: str | None = None, result: object = None) -> int:
     """The exit code of an error; with `--json` also prints the error to stdout (of several ranks only rank 0)."""
     if "--json" in (sys.argv[1:] if argv is None else argv) and this_rank() == 0:
         import json
 
-        said = {"error": e.message, "hint": e.hint, "exit_code": e.exit_code}
-        found = {} if e.result is None else {"result": e.result}
+        said = {"error": message, "hint": hint, "exit_code": code}
+        found = {} if result is None else {"result": result}
         _write(sys.stdout, json.dumps(said | found) + "\n")
-    return e.exit_code
+    return code
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -32,6 +32,11 @@ def temporary() -> Generator[None]:
         raise no_room(e) or e from None
 
 
+def printable(text: str) -> str:
+    """The text with what is no UTF-8, as names of files may have, as escapes."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def check_writable(*paths: str | os.PathLike[str]) -> None:
     """Raises UsageError for a path at which no file can be written: a folder, something else that is no file, or one in
     no folder that takes it; and for two paths of one file."""

@@ -22,7 +22,8 @@ def can_fork() -> bool:
 @contextmanager
 def forked(count: int, name: str, work: str) -> Iterator[ProcessPoolExecutor]:
     """Context with an executor of so many processes of this name: forked with the first tasks, they have what is global
-    then. They end with the context, after the tasks that they run; if this process is killed, so are they.
+    then. They end with the context, after the tasks that they run, at once where it ends by an exception, such as
+    Ctrl-C; if this process is killed, so are they.
 
     Raises WorkerError, which names the `work`, if one of them is ended from outside.
     """
@@ -32,6 +33,10 @@ def forked(count: int, name: str, work: str) -> Iterator[ProcessPoolExecutor]:
     except BrokenProcessPool:
         hint = "one that is killed without a message may have run out of memory"
         raise WorkerError(f"a process of {work} was ended from outside", hint) from None
+    except BaseException:
+        for process in [*(executor._processes or {}).values()]:
+            process.kill()
+        raise
     finally:
         executor.shutdown(cancel_futures=True)
 

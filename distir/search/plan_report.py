@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from distir.api.explanation import Explanation
 from distir.api.results import html_table, paragraphs, seconds, size
 from distir.ir.errors import counted
-from distir.ir.files import written
+from distir.ir.files import printable, written
 from distir.search.plan_table import PlanTable
 from distir.viz import Choice, pareto
 from distir.viz.draw import PIXEL, memory_drawing, timeline_drawing
@@ -120,7 +120,7 @@ def save_report(tables: Sequence[PlanTable], path: str | os.PathLike[str]) -> No
     """Write a report of searches. Raises UsageError if it cannot be written, or without matplotlib."""
     text = report(tables)
     with written(path) as file:
-        file.write_text(text, encoding="utf-8")
+        file.write_text(printable(text), encoding="utf-8")
 
 
 def report(tables: Sequence[PlanTable]) -> str:

@@ -12,6 +12,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Plain
+from matplotlib.text import Text
+
+from distir.ir.files import printable
 
 MIME = "application/vnd.distir.figure+json"
 """MIME type of a figure's data in a notebook, beside its image."""
@@ -54,6 +57,13 @@ class Figure(Plain):
             }
             for axes in self.axes
         ]
+
+    def draw(self, renderer: Any) -> None:
+        """As matplotlib's, with texts as they are: no part of a name is mathematics, nor UTF-8 where it is none."""
+        for text in self.findobj(Text):
+            text.set_parse_math(False)
+            text.set_text(printable(text.get_text()))
+        super().draw(renderer)
 
     def inline_svg(self, title: str, salt: str) -> str:
         """An SVG element to put into HTML, with a title for readers that do not see it; it refers to no file.

@@ -60,3 +60,11 @@ def test_axes():
 
 def test_nothing_to_draw():
     assert [axes.get_title() for axes in pareto("a", [], []).axes] == ["a", ""]
+
+
+def test_names_of_files_are_no_mathematics_and_may_be_no_utf_8(tmp_path):
+    """A $ begins none, and bytes that are no text are shown as escapes."""
+    figure = pareto("a$\\frac$b\udcfe.onnx", [Choice("x$y$\udcfe", 1.0, 2.0**30, True, True)], [])
+    for name in ("a.svg", "a.png"):
+        figure.savefig(tmp_path / name)
+    assert figure.axes[0].get_title() == "a$\\frac$b\\xfe.onnx"

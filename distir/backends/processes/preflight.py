@@ -36,7 +36,9 @@ MPI = "mpi"
 """The backend that communicates over MPI, on CPUs."""
 _MPI_PACKAGES = "pip install 'distir[mpi]' brings mpi4py, Open MPI and mpirun"
 ON_CPUS = ("gloo", MPI)
-LESS_MEMORY = "more microbatches or a smaller batch need less"
+LESS_MEMORY = (
+    "more microbatches or a smaller batch need less for activations, zero, tp and pp less for weights and their state"
+)
 _NO_MEMORY = ("out of memory", "cublas_status_alloc_failed")
 """Phrases in the errors of a GPU that is out of memory."""
 

@@ -20,7 +20,13 @@ import torch
 
 import distir
 from distir.backends.processes import launch
-from distir.backends.processes.preflight import backend_and_device, check_backend, check_memory, out_of_memory
+from distir.backends.processes.preflight import (
+    LESS_MEMORY,
+    backend_and_device,
+    check_backend,
+    check_memory,
+    out_of_memory,
+)
 from distir.backends.processes.worker import _failure
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir.device import Device, Mesh
@@ -280,7 +286,7 @@ def test_a_gpu_without_memory_is_reported_in_one_line():
     assert failure.message.endswith(
         "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 14.75 GiB of which 1.61 GiB is free"
     )
-    assert failure.hint == "more microbatches or a smaller batch need less"
+    assert failure.hint == LESS_MEMORY
     assert out_of_memory(RuntimeError("shapes do not match")) is None
     assert out_of_memory(UsageError("out of memory")) is None
 
