@@ -97,9 +97,13 @@ def _cast(n: Node) -> Result:
     n.attr("round_mode")
     to = dtype_of(n.attr("to", 0), f"{n.scope.path}: {n}: attribute to")
     x = n.operand(0)
-    if tensor(x).dtype is Float64 and to is Float32 and call_of(n.proto).name == "embedding_bag":
-        return x  # torch's exporter would sum in float32
+    if tensor(x).dtype is Float64 and to is Float32 and call_of(n.proto).name in _IN_FLOAT32:
+        return x
     return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
+
+
+_IN_FLOAT32 = "embedding_bag", "celu"
+"""Ops of torch's that its exporter computes in float32, whatever their operands are."""
 
 
 @rule("CastLike")
@@ -124,6 +128,15 @@ def _leaky_relu(n: Node) -> Result:
     x, alpha = n.operand(0), n.attr("alpha", 0.01)
     negative = n.emit("Relu", n.emit("Neg", x))
     return n.emit("Sub", n.emit("Relu", x), n.emit("Mul", negative, n.constant(alpha, x)))
+
+
+@rule("Celu")
+def _celu(n: Node) -> Result:
+    """In the operand's dtype: the standard has it in float32 only."""
+    x, alpha = n.operand(0), n.constant(n.attr("alpha", 1.0), n.operand(0))
+    low = n.emit("Neg", n.emit("Relu", n.emit("Neg", x)))
+    below = n.emit("Sub", n.emit("Exp", n.emit("Div", low, alpha)), n.constant(1.0, x))
+    return n.emit("Add", n.emit("Relu", x), n.emit("Mul", alpha, below))
 
 
 @rule("Swish")
@@ -353,8 +366,11 @@ def _cross_entropy(n: Node) -> Result | None:
     """ONNX has the classes in dim 1, distir has them last. With weights of classes, or if the logarithms are results,
     it is what the standard defines it by. torch's exporter leaves label smoothing out."""
     call = call_of(n.proto)
-    if call.name == "cross_entropy_loss" and (smoothing := call.get(5, "label_smoothing", 0.0)):
-        return _smoothed(n, float(smoothing))
+    smoothing = float(call.get(5, "label_smoothing", 0.0)) if call.name == "cross_entropy_loss" else 0.0
+    if tensor(n.operand(1)).dtype.floating:
+        return _of_shares(n, smoothing)
+    if smoothing:
+        return _smoothed(n, smoothing)
     if n.has(2) or any(n.proto.output[1:]):
         return None
     x, rank = n.operand(0), len(n.shape())
@@ -363,6 +379,28 @@ def _cross_entropy(n: Node) -> Result | None:
     attributes = {"reduction": n.attr("reduction", "mean"), "ignore_index": n.attr("ignore_index")}
     given = {k: v for k, v in attributes.items() if v is not None}
     return n.emit("SoftmaxCrossEntropyLoss", x, n.operand(1), **given)
+
+
+def _of_shares(n: Node, smoothing: float) -> Result:
+    """Cross-entropy with a share of each class as target, as torch's may have: of shape (batch, classes, ...). The mean
+    is over all rows."""
+    x, share, rank, reduction = n.operand(0), n.operand(1), len(n.shape()), n.attr("reduction", "mean")
+    if shape_of(share) != shape_of(x):
+        raise n.error(f"shares of classes {shape_of(share)} do not fit logits {shape_of(x)}")
+    n.attr("ignore_index")  # of targets that are classes
+    if rank > 2:
+        x, share = (n.emit("Transpose", v, perm=(0, *range(2, rank), 1)) for v in (x, share))
+    classes, last = shape_of(x)[-1], (rank - 1,)
+    if smoothing:
+        share = n.emit("Mul", share, n.constant(1 - smoothing, share))
+        share = n.emit("Add", share, n.constant(smoothing / classes, share))
+    share = n.emit("Mul", share, n.operand(2)) if n.has(2) else share
+    total = n.emit("Mul", _log_sum_exp(n, x, last), n.emit("ReduceSum", share, axes=last, keepdims=1))
+    picked = n.emit("ReduceSum", n.emit("Mul", share, x), axes=last, keepdims=0)
+    rows, dims = n.emit("Sub", n.dropped(total, last), picked), tuple(range(rank - 1))
+    if reduction == "none":
+        return rows
+    return n.emit("ReduceMean" if reduction == "mean" else "ReduceSum", rows, axes=dims, keepdims=0)
 
 
 def _smoothed(n: Node, smoothing: float) -> Result:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from distir.importer.marks import call_of
 from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.importer.rules_math import divisor, where_not
@@ -200,9 +201,14 @@ def _max_pool(n: Node) -> Result:
 
 @rule("AveragePool")
 def _average_pool(n: Node) -> Result:
-    """Pads that rounding up has added never count."""
+    """Pads that rounding up has added never count. torch's exporter leaves a divisor of its own out."""
     w, pads = _pool_window(n)
-    counted = pads if n.attr("count_include_pad", 0) else (0,) * len(pads)
+    call, counts_pads = call_of(n.proto), n.attr("count_include_pad", 0)
+    own = call.get(6, "divisor_override", None) if call.name in ("avg_pool2d", "avg_pool3d") else None
+    if own is not None:
+        mean = n.emit("AveragePool", n.operand(0), kernel=w.kernel, **w.slid(), counted=w.pads)
+        return n.emit("Mul", mean, n.constant(math.prod(w.kernel) / own, mean))
+    counted = pads if counts_pads else (0,) * len(pads)
     return n.emit("AveragePool", n.operand(0), kernel=w.kernel, **w.slid(), counted=counted)
 
 

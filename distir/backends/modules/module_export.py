@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import io
 import logging
+import math
 import operator
 import sys
 import traceback
@@ -29,6 +30,10 @@ from distir.ir.errors import ModelError, UsageError
 
 BATCH = "batch"
 """The name of the batch dim, unless names are given."""
+_SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+_CONSTANTS = (math.pi, math.log(2), math.log(10), 1 / 6, *_SELU, *[1 / p for p in (3, 5, 7)])
+"""Numbers in what torch's exporter and the standard define functions by: logarithms, norms, activations (that of Selu:
+Klambauer et al., "Self-Normalizing Neural Networks", 2017)."""
 _TORCH = Path(torch.__file__).parent
 _OWN = "write what it does by torch's ops: h + (f(h) - h).detach() has the value of f(h) and the gradient of h"
 _HINT = "a forward pass may not depend on the values of tensors: torch.where and torch.cond choose between results"
@@ -276,10 +281,16 @@ def _numbers(program: Any) -> dict[float, float]:
     found: dict[float, set[float]] = {}
     for node in program.graph.nodes:
         if any(getattr(x, "dtype", None) is torch.float64 for x in pytree.tree_leaves(node.meta.get("val"))):
-            for x in pytree.tree_leaves((node.args, node.kwargs)):
+            for x in [*_CONSTANTS, *pytree.tree_leaves((node.args, node.kwargs))]:
                 if isinstance(x, float):
-                    found.setdefault(torch.tensor(x, dtype=torch.float32).item(), set()).add(x)
+                    found.setdefault(_rounded(x), set()).add(x)
     return {near: min(several) for near, several in found.items() if len(several) == 1}
+
+
+@functools.cache
+def _rounded(x: float) -> float:
+    """The nearest float32."""
+    return torch.tensor(x, dtype=torch.float32).item()
 
 
 def _unused(name: str, taken: set[str]) -> str:
