@@ -331,6 +331,7 @@ def _of_module(module: torch.nn.Module, options: LoadOptions) -> Model:
     if options.example_inputs is None:
         hint = "distir.load(module, example_inputs), or example_inputs=(x,): a tensor, a tuple, or a dict by name"
         raise UsageError(f"{name} is a torch.nn.Module: it is exported with example inputs, and there are none", hint)
+    from distir.api.module_outputs import compare_outputs
     from distir.backends.modules.module_export import export_module
     from distir.backends.modules.module_weights import dtype_of_tensor, reader_of
     from distir.importer.onnx import import_graph
@@ -342,6 +343,7 @@ def _of_module(module: torch.nn.Module, options: LoadOptions) -> Model:
         stored[key] = dtype_of_tensor(x, where), tuple(x.shape), reader_of(x, where)
     function, arrays = import_graph(found.graph, name, stored, found.trained, found.dims, options.batch, found.numbers)
     function = with_causal_attention(function, arrays)
+    compare_outputs(found, function, arrays)
     return Model(function, arrays, title=name, parameters=found.stored, counters=found.counters)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch.nn import functional
 
 import distir
 from distir import Plan
-from distir.ir.errors import ModelError
+from distir.importer.marks import Call
+from distir.ir.errors import ModelError, ModelWarning
 
 CLASSES, WIDTH, RATE = 12, 8, 0.5
 PLANS = [Plan(dp=2, tp=2), Plan(pp=2, microbatches=2)]
@@ -262,3 +264,23 @@ def test_in_float64_all_is(module: nn.Sequential, shape: tuple[int, ...] | None)
     assert np.allclose(found.losses, losses, rtol=1e-12)
     for name, p in want.named_parameters():
         assert np.allclose(found.weights[name], p.detach().numpy(), rtol=0, atol=1e-12), name
+
+
+def test_what_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The imported program is compared with the module, but where it is large or its results are random."""
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, CLASSES, (8, 4)), "labels": torch.randint(0, CLASSES, (8, 4))}
+    module, random = Words(smoothed()).double(), Words(lambda m, ids, labels: functional.dropout(m.hidden(ids)).mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ModelWarning)
+        load(module, batch)
+    monkeypatch.setattr("distir.importer.rules_math.call_of", lambda node: Call("", [], {}))
+    with pytest.warns(
+        ModelWarning, match=r"Words: for the example inputs %loss differs from the module's own by 0\.\d+"
+    ):
+        load(module, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ModelWarning)
+        load(random, batch)
+        monkeypatch.setattr("distir.api.module_outputs._FLOPS", 100.0)
+        load(module, batch)

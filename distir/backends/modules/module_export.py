@@ -16,7 +16,7 @@ import operator
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -44,7 +44,8 @@ class ExportedModule(NamedTuple):
 
     `stored`: by name in the graph parameters and buffers, of which those in `trained` are trained; they are the
     module's own, not copies. `numbers`: by the float32 nearest to them, in which the graph has them, the numbers that
-    the module multiplies, adds, ... in float64. `counters`: its buffers that count steps.
+    the module multiplies, adds, ... in float64. `counters`: its buffers that count steps. `example`: computes in torch
+    the example's inputs, by name, and outputs, in order; None where these are random, change buffers or have no data.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ExportedModule(NamedTuple):
     dims: dict[str, int]
     numbers: dict[float, float]
     counters: list[Counter]
+    example: Callable[[], tuple[dict[str, torch.Tensor], list[torch.Tensor]]] | None = None
 
 
 class _Input(NamedTuple):
@@ -115,8 +117,32 @@ def export_module(
         for d, text in x.dims.items():
             info.type.tensor_type.shape.dim[d].dim_param = text
     trained = [k for k, x in stored.items() if isinstance(x, torch.nn.Parameter) and x.requires_grad]
-    program = exported.exported_program
-    return ExportedModule(name, graph, stored, trained, sizes, _numbers(program), _counters(module, program))
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    given = {info.name: x for info, x in zip(graph.graph.input, tensors, strict=True)}
+    decomposed = exported.exported_program
+    changes = bool(decomposed.graph_signature.buffers_to_mutate)
+    example = None if changes else _example(program, args, kwargs, given)
+    return ExportedModule(
+        name, graph, stored, trained, sizes, _numbers(decomposed), _counters(module, decomposed), example
+    )
+
+
+def _example(
+    program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor]
+) -> Callable[[], tuple[dict[str, torch.Tensor], list[torch.Tensor]]] | None:
+    """See `ExportedModule`."""
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    tags = [tag for graph in graphs for node in graph.nodes for tag in getattr(node.target, "tags", ())]
+    if torch.Tag.nondeterministic_seeded in tags:
+        return None
+    if any(x.is_meta for x in (*program.state_dict.values(), *given.values())):
+        return None
+
+    def compute() -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        with torch.no_grad():
+            return given, program.module()(*args, **kwargs)
+
+    return compute
 
 
 def _arguments(
