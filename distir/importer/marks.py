@@ -55,7 +55,7 @@ def statistics(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-class TorchCall(NamedTuple):
+class ExportedCall(NamedTuple):
     """A call of an op of torch's: its arguments are numbers, truth values or None, and else texts."""
 
     name: str
@@ -67,13 +67,13 @@ class TorchCall(NamedTuple):
         return self.arguments[place] if place < len(self.arguments) else self.keywords.get(name, default)
 
 
-def call_of(node: onnx.NodeProto) -> TorchCall:
+def call_of(node: onnx.NodeProto) -> ExportedCall:
     """The call of torch's that the exporter translated into the node and others; without metadata one of no name."""
     found = _OF_ATEN.search(_texts(node.metadata_props).get(_CALL, ""))
     if found is None:
-        return TorchCall("", [], {})
+        return ExportedCall("", [], {})
     pairs = [text.partition(": ") for text in _parts(found[3])]
-    return TorchCall(found[1], list(map(_argument, _parts(found[2]))), {key: _argument(x) for key, _, x in pairs})
+    return ExportedCall(found[1], list(map(_argument, _parts(found[2]))), {key: _argument(x) for key, _, x in pairs})
 
 
 def _parts(text: str) -> Iterator[str]:

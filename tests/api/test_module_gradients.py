@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import distir
 from distir import Plan
-from distir.importer.marks import TorchCall
+from distir.importer.marks import ExportedCall
 from distir.ir.errors import ModelError, ModelWarning
 
 CLASSES, WIDTH, RATE = 12, 8, 0.5
@@ -274,7 +274,7 @@ def test_what_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ModelWarning)
         load(module, batch)
-    monkeypatch.setattr("distir.importer.rules_math.call_of", lambda node: TorchCall("", [], {}))
+    monkeypatch.setattr("distir.importer.rules_math.call_of", lambda node: ExportedCall("", [], {}))
     with pytest.warns(
         ModelWarning, match=r"Words: for the example inputs %loss differs from the module's own by 0\.\d+"
     ):
