@@ -23,7 +23,7 @@ from distir.transforms.rewriting.fuse import fuse
 if TYPE_CHECKING:
     from distir.backends.modules.module_export import ExportedModule
 
-_FLOPS, _ELEMENTS = 2e9, 2e8
+_FLOPS, _ELEMENTS = 3e9, 1e8
 """The most that the comparison may compute and hold: a second or so."""
 _TOLERANCE = {"f64": 1e-5, "f32": 1e-3, "f16": 0.05, "bf16": 0.1}
 """By dtype the largest difference, relative to the largest number of an output: far above rounding. In float64 a module

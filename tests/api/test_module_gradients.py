@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import distir
 from distir import Plan
+from distir.backends.modules.module_export import export_module
 from distir.importer.marks import ExportedCall
 from distir.ir.errors import ModelError, ModelWarning
 
@@ -270,7 +271,8 @@ def test_what_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The imported program is compared with the module, but where it is large or its results are random."""
     torch.manual_seed(0)
     batch = {"ids": torch.randint(0, CLASSES, (8, 4)), "labels": torch.randint(0, CLASSES, (8, 4))}
-    module, random = Words(smoothed()).double(), Words(lambda m, ids, labels: functional.dropout(m.hidden(ids)).mean())
+    module, attentive = Words(smoothed()).double(), nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True).eval()
+    random = Words(lambda m, ids, labels: functional.dropout(m.hidden(ids)).mean())
     with warnings.catch_warnings():
         warnings.simplefilter("error", ModelWarning)
         load(module, batch)
@@ -282,5 +284,6 @@ def test_what_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ModelWarning)
         load(random, batch)
+        distir.load(attentive, torch.randn(4, 3, WIDTH))
         monkeypatch.setattr("distir.api.module_outputs._FLOPS", 100.0)
         load(module, batch)

@@ -132,8 +132,7 @@ def _example(
 ) -> Callable[[], tuple[dict[str, torch.Tensor], list[torch.Tensor]]] | None:
     """See `ExportedModule`."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
-    tags = [tag for graph in graphs for node in graph.nodes for tag in getattr(node.target, "tags", ())]
-    if torch.Tag.nondeterministic_seeded in tags:
+    if any(_is_random(node) for graph in graphs for node in graph.nodes):
         return None
     if any(x.is_meta for x in (*program.state_dict.values(), *given.values())):
         return None
@@ -143,6 +142,17 @@ def _example(
             return given, program.module()(*args, **kwargs)
 
     return compute
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    """Whether a node draws numbers: dropout does not outside of training, nor attention without dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is torch.ops.aten.dropout.default:
+        return node.args[1] != 0 and node.args[2] is True
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0
+    return True
 
 
 def _arguments(
