@@ -277,6 +277,8 @@ def test_what_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error", ModelWarning)
         load(module, batch)
     monkeypatch.setattr("distir.importer.rules_math.call_of", lambda node: ExportedCall("", [], {}))
+    assert export_module(attentive, torch.randn(4, 3, WIDTH)).example is not None, "without dropout it is not random"
+    assert export_module(attentive.train(), torch.randn(4, 3, WIDTH)).example is None
     with pytest.warns(
         ModelWarning, match=r"Words: for the example inputs %loss differs from the module's own by 0\.\d+"
     ):
