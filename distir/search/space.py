@@ -118,7 +118,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c, batch: c.zero > 0 and c.owners == 1,
         "ZeRO splits among replicas and context parallelism's devices: without any it is the same program",
-        ("zero",),
     ),
     Rule(
         lambda c, batch: c.sequence_parallel and c.tp == 1,
