@@ -79,5 +79,12 @@ def did_you_mean(
     """A hint: the known names that are most like a name, at most so many; `otherwise` if none is."""
     import difflib  # slow to load, and only needed for an error
 
-    near = difflib.get_close_matches(name, list(known), most, cutoff)
+    def likeness(other: str) -> tuple[float, int]:  # of equally like ones that with the same beginning
+        same = next(
+            (k for k, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), min(len(name), len(other))
+        )
+        return difflib.SequenceMatcher(None, other, name).ratio(), same
+
+    near = difflib.get_close_matches(name, list(known), most + 2, cutoff)
+    near = sorted(near, key=likeness, reverse=True)[:most]
     return f"did you mean {' or '.join(near)}?" if near else otherwise

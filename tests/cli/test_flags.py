@@ -22,6 +22,7 @@ ONNX = "examples/gpt2-tiny.onnx"
         ("bench colectives", "distir bench has no command 'colectives'", "did you mean collectives?"),
         # a flag that is required is missing because another is misspelt
         ("simulate m.onnx --clusterr dgx-a100", "unrecognized arguments: --clusterr", "did you mean --cluster?"),
+        ("simulate m.onnx --dpp 2", "unrecognized arguments: --dpp", "did you mean --dp?"),
         ("run m.onnx --steps 3 --chekc", "unrecognized arguments: --chekc", "did you mean --check?"),
         ("bench collectives --nproc 2 --sise=4", "unrecognized arguments: --sise", "did you mean --size?"),
         ("run m.onnx --zzz", "unrecognized arguments: --zzz", "distir run --help lists the flags"),
