@@ -130,7 +130,7 @@ def test_losses_and_updates_are_those_of_torch(loss: Loss) -> None:
         found = distir.run(load(module, batch), plan, data=data, steps=3, backend="numpy", check=True)
         assert np.allclose(found.losses, losses, rtol=1e-10)
         for name, p in want.named_parameters():
-            got = found.weights.get(name, before[name].numpy())  # what no gradient reaches stays
+            got: Any = found.weights.get(name, before[name].numpy())  # what no gradient reaches stays
             assert np.allclose(got, p.detach().numpy(), rtol=1e-10, atol=1e-10), name
 
 

@@ -119,7 +119,7 @@ def export_module(
     trained = [k for k, x in stored.items() if isinstance(x, torch.nn.Parameter) and x.requires_grad]
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     given = {info.name: x for info, x in zip(graph.graph.input, tensors, strict=True)}
-    decomposed = exported.exported_program
+    decomposed: Any = exported.exported_program
     changes = bool(decomposed.graph_signature.buffers_to_mutate)
     example = None if changes else _example(program, args, kwargs, given)
     return ExportedModule(
@@ -149,9 +149,9 @@ def _is_random(node: torch.fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if node.target is torch.ops.aten.dropout.default:
-        return node.args[1] != 0 and node.args[2] is True
+        return bool(node.args[1]) and node.args[2] is True
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p"))
     return True
 
 
