@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from distir.importer.marks import call_of
 from distir.importer.node import Node, Result
 from distir.importer.registry import rule
 from distir.importer.tensor_proto import dtype_of
@@ -99,6 +100,9 @@ def _quantize(n: Node) -> Result:
     n.attr("saturate")  # of 8-bit floats
     n.require("precision", 0, 0)
     x, code = n.operand(0), n.attr("output_dtype", 0)
+    if call_of(n.proto).name.startswith("fake_quantize") and n.scope.depends_on_parameters(x):
+        hint = "h + (fake_quantize(h) - h).detach() has its value and the gradient of h"
+        raise n.error("the gradient that torch.fake_quantize defines is not exported", hint)
     zero = _per_part(n, 2, x) if n.has(2) else None
     to = tensor(zero).dtype if zero else dtype_of(code, f"{n.scope.path}: {n}: output_dtype") if code else UInt8
     return quantized(n, x, _per_part(n, 1, x), zero, to)

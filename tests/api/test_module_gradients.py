@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import distir
 from distir import Plan
@@ -71,6 +72,30 @@ def without_grad(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     return functional.mse_loss(m.b(h), target) + (twice * h).mean() + m.b(h).gather(-1, labels[..., None]).mean()
 
 
+def converted_without_grad(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A conversion to the type that is there gives the tensor itself, to which gradients pass."""
+    h = m.hidden(ids)
+    with torch.no_grad():
+        k, scale = h.double().abs().amax(-1, keepdim=True), m.a.weight.to(torch.float64).abs().mean()
+        same = h.to(h.dtype)
+    return functional.cross_entropy(m.b(h / k * scale).transpose(1, 2), labels) + (same * m.a.bias).mean()
+
+
+def recomputed(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    h: Any = checkpoint(torch.tanh, m.hidden(ids), use_reentrant=True)
+    with torch.no_grad():
+        k = h.abs().max()
+    return functional.cross_entropy(m.b(h / k).transpose(1, 2), labels)
+
+
+def biased_attention(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A trained table of biases, as of relative positions."""
+    q = m.hidden(ids).reshape(-1, 4, 2, 4).transpose(1, 2)
+    bias = m.b.weight[:4, :4][None, None]
+    h = functional.scaled_dot_product_attention(q, q, q, attn_mask=bias).transpose(1, 2).reshape(-1, 4, WIDTH)
+    return functional.cross_entropy(m.b(h).transpose(1, 2), labels)
+
+
 def grad_enabled(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         h = m.hidden(ids)
@@ -112,9 +137,24 @@ def load(module: nn.Module, batch: dict[str, torch.Tensor]) -> distir.Model:
         straight_through,
         without_grad,
         grad_enabled,
+        converted_without_grad,
+        recomputed,
+        biased_attention,
         large_logits,
     ],
-    ids=["smoothed", "sum", "none", "weighted", "straight through", "no_grad", "enable_grad", "large logits"],
+    ids=[
+        "smoothed",
+        "sum",
+        "none",
+        "weighted",
+        "straight through",
+        "no_grad",
+        "enable_grad",
+        "converted",
+        "recomputed",
+        "biased attention",
+        "large logits",
+    ],
 )
 def test_losses_and_updates_are_those_of_torch(loss: Loss) -> None:
     torch.manual_seed(0)
@@ -200,6 +240,16 @@ class Reversed(torch.autograd.Function):
         return -d[0]
 
 
+def hooked_inside(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    h = m.hidden(ids)
+    h.register_hook(lambda d: d * 0.1)
+    return h.mean()
+
+
+def quantized(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.fake_quantize_per_tensor_affine(m.hidden(ids), 0.1, 0, -128, 127).mean()
+
+
 def hooked(module: Words) -> None:
     module.a.weight.register_hook(lambda d: -d)
 
@@ -220,11 +270,13 @@ def by_frequency(module: Words) -> None:
             None,
             "the gradient that Reversed defines is not exported",
         ),
+        (hooked_inside, None, "a hook on a gradient is not exported"),
+        (quantized, None, "the gradient that torch.fake_quantize defines is not exported"),
         (smoothed(), hooked, "a.weight has a hook on gradients"),
         (smoothed(), hooked_in_all, "b has a hook on gradients"),
         (smoothed(), by_frequency, "scale_grad_by_freq"),
     ],
-    ids=["Function", "hook", "module's hook", "by frequency"],
+    ids=["Function", "hook inside", "fake_quantize", "hook", "module's hook", "by frequency"],
 )
 def test_refused(loss: Loss, change: Callable[[Words], None] | None, message: str) -> None:
     module, apply = Words(loss), torch.autograd.Function.apply
@@ -278,6 +330,9 @@ def test_what_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         load(module, batch)
     monkeypatch.setattr("distir.importer.rules_math.call_of", lambda node: ExportedCall("", [], {}))
     assert export_module(attentive, torch.randn(4, 3, WIDTH)).example is not None, "without dropout it is not random"
+    lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5)
+    assert export_module(lstm.eval(), torch.randn(4, 3, WIDTH)).example is not None
+    assert export_module(lstm.train(), torch.randn(4, 3, WIDTH)).example is None
     assert export_module(attentive.train(), torch.randn(4, 3, WIDTH)).example is None
     with pytest.warns(
         ModelWarning, match=r"Words: for the example inputs %loss differs from the module's own by 0\.\d+"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from distir.backends.modules.module_weights import Counter
 from distir.ir.errors import ModelError, UsageError
@@ -34,9 +35,11 @@ _SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 _CONSTANTS = (math.pi, math.log(2), math.log(10), 1 / 6, *_SELU, *[1 / p for p in (3, 5, 7)])
 """Numbers in what torch's exporter and the standard define functions by: logarithms, norms, activations (that of Selu:
 Klambauer et al., "Self-Normalizing Neural Networks", 2017)."""
+_RECURRENT = torch.ops.aten.lstm.input, torch.ops.aten.gru.input, torch.ops.aten.rnn_tanh.input
+_CONVERSIONS = torch.ops.aten.to, torch.ops.aten.type_as
 _TORCH = Path(torch.__file__).parent
 _OWN = "write what it does by torch's ops: h + (f(h) - h).detach() has the value of f(h) and the gradient of h"
-_HINT = "a forward pass may not depend on the values of tensors: torch.where and torch.cond choose between results"
+_HINT = "a forward pass may not depend on the values of tensors: torch.where chooses between results"
 
 
 class ExportedModule(NamedTuple):
@@ -106,7 +109,7 @@ def export_module(
             sys.stderr.write(said.getvalue())
         _detach_without_grad(program.graph_module)
         try:
-            exported = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+            exported = _translated(program)
         except Exception as e:  # of many kinds
             raise _not_translated(name, e) from e
     if exported is None:
@@ -125,6 +128,31 @@ def export_module(
     return ExportedModule(
         name, graph, stored, trained, sizes, _numbers(decomposed), _counters(module, decomposed), example
     )
+
+
+def _translated(program: Any) -> Any:
+    """The program as an ONNX program. Attention with a trained bias has other strides where gradients are taken, or
+    not, so that torch may not find the views of its result that it has made: then it is copied."""
+    with torch.no_grad():
+        try:
+            return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+        except Exception as e:  # of many kinds
+            if "Cannot view a tensor" not in str(e):
+                raise
+        for m in [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
+            for node in list(m.graph.nodes):
+                if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+                    _followed(node, torch.ops.aten.clone.default, memory_format=torch.contiguous_format)
+            m.recompile()
+        return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+
+
+def _followed(node: torch.fx.Node, target: Any, **settings: Any) -> None:
+    """Put an op that gives the same value after a node, in place."""
+    with node.graph.inserting_after(node):
+        new = node.graph.call_function(target, (node,), settings)
+    new.meta = {**node.meta}
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
 def _example(
@@ -152,6 +180,8 @@ def _is_random(node: torch.fx.Node) -> bool:
         return bool(node.args[1]) and node.args[2] is True
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p"))
+    if node.target in _RECURRENT:
+        return bool(node.args[5]) and node.args[6] is True
     return True
 
 
@@ -357,23 +387,28 @@ def _check_hooks(module: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -
 
 @contextmanager
 def _no_gradients_of_its_own(name: str) -> Iterator[None]:
-    """A context in which a torch.autograd.Function is refused: of it only the forward pass would be exported."""
-    function = torch.autograd.Function
-    apply, own = function.apply, function.__dict__.get("apply")
+    """A context in which a torch.autograd.Function is refused, and so is a hook: of both only the forward pass would be
+    exported. What torch recomputes by such a Function is computed without it."""
+    function, hook = torch.autograd.Function, torch.Tensor.register_hook
+    apply = function.__dict__["apply"]
 
     def refused(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            return args[0](*args[2:])
         if cls.__module__.startswith("torch."):
             return apply.__func__(cls, *args, **kwargs)
         raise ModelError(f"{name}: the gradient that {cls.__qualname__} defines is not exported", _OWN)
 
+    def no_hook(*_: Any) -> Any:
+        raise ModelError(f"{name}: a hook on a gradient is not exported", _OWN)
+
     function.apply = classmethod(refused)  # type: ignore[assignment]
+    torch.Tensor.register_hook = no_hook  # type: ignore[assignment]
     try:
         yield
     finally:
-        if own is None:
-            del function.apply
-        else:
-            function.apply = own
+        function.apply = apply
+        torch.Tensor.register_hook = hook
 
 
 def _detach_without_grad(graph_module: torch.fx.GraphModule) -> None:
@@ -382,12 +417,27 @@ def _detach_without_grad(graph_module: torch.fx.GraphModule) -> None:
         for node in list(m.graph.nodes):
             if getattr(node.target, "_name", "") != "wrap_with_set_grad_enabled" or node.args[0]:
                 continue
+            inside: Any = getattr(m, str(node.args[1].target)).graph
+            places = [x for x in inside.nodes if x.op == "placeholder"]
+            returned = next(x for x in inside.nodes if x.op == "output").args[0]
             for result in [x for x in node.users if x.target is operator.getitem]:
-                with m.graph.inserting_after(result):
-                    detached = m.graph.call_function(torch.ops.aten.detach.default, (result,))
-                detached.meta = {**result.meta}
-                result.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
+                value = _itself(returned[result.args[1]])
+                if value in places:  # the tensor that went in, to which gradients pass
+                    result.replace_all_uses_with(node.args[2 + places.index(value)])
+                    continue
+                _followed(result, torch.ops.aten.detach.default)
         m.recompile()
+
+
+def _itself(node: torch.fx.Node) -> torch.fx.Node:
+    """The node without conversions to the type that it has already: in torch their result is the tensor itself."""
+    while getattr(node.target, "overloadpacket", None) in _CONVERSIONS:
+        source: Any = node.args[0]
+        a, b = node.meta["val"], source.meta["val"]
+        if (a.dtype, a.device, a.layout) != (b.dtype, b.device, b.layout):
+            break
+        node = source
+    return node
 
 
 def _not_exported(name: str, e: Exception) -> ModelError:
