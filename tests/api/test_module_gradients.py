@@ -250,6 +250,12 @@ def quantized(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     return torch.fake_quantize_per_tensor_affine(m.hidden(ids), 0.1, 0, -128, 127).mean()
 
 
+def clamped(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.a.weight.clamp_(-0.2, 0.2)
+    return m.hidden(ids).mean()
+
+
 def hooked(module: Words) -> None:
     module.a.weight.register_hook(lambda d: -d)
 
@@ -272,11 +278,12 @@ def by_frequency(module: Words) -> None:
         ),
         (hooked_inside, None, "a hook on a gradient is not exported"),
         (quantized, None, "the gradient that torch.fake_quantize defines is not exported"),
+        (clamped, None, "forward changes the parameter a.weight"),
         (smoothed(), hooked, "a.weight has a hook on gradients"),
         (smoothed(), hooked_in_all, "b has a hook on gradients"),
         (smoothed(), by_frequency, "scale_grad_by_freq"),
     ],
-    ids=["Function", "hook inside", "fake_quantize", "hook", "module's hook", "by frequency"],
+    ids=["Function", "hook inside", "fake_quantize", "clamped", "hook", "module's hook", "by frequency"],
 )
 def test_refused(loss: Loss, change: Callable[[Words], None] | None, message: str) -> None:
     module, apply = Words(loss), torch.autograd.Function.apply
@@ -317,6 +324,31 @@ def test_in_float64_all_is(module: nn.Sequential, shape: tuple[int, ...] | None)
     assert np.allclose(found.losses, losses, rtol=1e-12)
     for name, p in want.named_parameters():
         assert np.allclose(found.weights[name], p.detach().numpy(), rtol=0, atol=1e-12), name
+
+
+def test_buffers_that_stay_are_noted() -> None:
+    """Those of batch norms and counters are kept up, which need no note."""
+
+    class Moving(nn.Module):
+        mean: torch.Tensor
+
+        def __init__(self, moves: bool) -> None:
+            super().__init__()
+            self.a, self.norm, self.moves = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), moves
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.norm(self.a(x))
+            if self.moves:
+                self.mean.mul_(0.9).add_(h.detach().mean(0) * 0.1)
+            return (h - self.mean).square().mean()
+
+    batch = {"x": torch.randn(8, WIDTH)}
+    with pytest.warns(ModelWarning, match="forward changes the buffer mean: in training it stays as it is"):
+        load(Moving(True), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ModelWarning)
+        load(Moving(False), batch)
 
 
 def test_what_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

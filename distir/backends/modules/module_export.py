@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from distir.backends.modules.module_weights import Counter
-from distir.ir.errors import ModelError, UsageError
+from distir.ir.errors import ModelError, ModelWarning, UsageError
 
 BATCH = "batch"
 """The name of the batch dim, unless names are given."""
@@ -123,6 +123,8 @@ def export_module(
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     given = {info.name: x for info, x in zip(graph.graph.input, tensors, strict=True)}
     decomposed: Any = exported.exported_program
+    counters = _counters(module, decomposed)
+    _check_state(name, decomposed, [counter.buffer for counter in counters], module)
     changes = bool(decomposed.graph_signature.buffers_to_mutate)
     example = None if changes else _example(program, args, kwargs, given)
     return ExportedModule(
@@ -340,6 +342,28 @@ def _counters(module: torch.nn.Module, program: Any) -> list[Counter]:
             buffer = module.get_buffer(name)
             found.append(Counter(buffer, each, buffer.clone()))
     return found
+
+
+def _check_state(name: str, program: Any, counters: list[torch.Tensor], module: torch.nn.Module) -> None:
+    """Raises ModelError for a parameter that forward changes. Warns (ModelWarning) of buffers other than batch norms'
+    and `counters`: they stay as they are."""
+    signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
+    if changed := list(getattr(signature, "parameters_to_mutate", {}).values()):
+        hint = "change it between steps, or compute with a changed copy"
+        raise ModelError(f"{name}: forward changes the parameter {changed[0]}, which is not supported", hint)
+    left = [
+        buffer
+        for output, buffer in signature.buffers_to_mutate.items()
+        if not _of_batch_norm(nodes[output]) and not any(module.get_buffer(buffer) is x for x in counters)
+    ]
+    if left:
+        text = f"{name}: forward changes the buffer {', '.join(left)}: in training it stays as it is"
+        warnings.warn(ModelWarning(text), stacklevel=3)
+
+
+def _of_batch_norm(node: torch.fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, torch.fx.Node) and "batch_norm" in str(source.target)
 
 
 def _numbers(program: Any) -> dict[float, float]:
