@@ -91,7 +91,7 @@ class _Mixed:
         return Float32 if Float32 in said else self.low if self.low in said else None
 
     def _emit(self, op: Op) -> None:
-        if op.spec is _CAST and _dtype(op.inputs[0]) is _dtype(op.outputs[0]):  # of what is float32 already
+        if _changes_nothing(op):
             self.versions[op.outputs[0]] = self.versions[op.inputs[0]]
             self.computed[op.outputs[0]] = self.computed[op.inputs[0]]
             return
@@ -122,7 +122,14 @@ def check_mixed_precision(before: Function, after: Function, low: DType) -> None
         for v in op.inputs if want is not None else ():
             if _dtype(v).floating and _dtype(v) is not want:
                 raise MismatchError(f"{after.name}: {op}: expected %{v.name} in {want}, got {_dtype(v)}")
-    validate(_in_one_precision(after), before)
+    source = _in_one_precision(before) if any(map(_changes_nothing, before.ops)) else before
+    validate(_in_one_precision(after), source)
+
+
+def _changes_nothing(op: Op) -> bool:
+    """Whether an op casts a floating-point value to the dtype that it has."""
+    kind = _dtype(op.inputs[0]) if op.spec is _CAST else None
+    return kind is not None and kind.floating and kind is _dtype(op.outputs[0])
 
 
 def _in_one_precision(function: Function) -> Function:
@@ -133,7 +140,8 @@ def _in_one_precision(function: Function) -> Function:
     changed: dict[Form, Attributes] = {}
     for op in function.ops:
         operands = tuple([env[v] for v in op.inputs])
-        if op.spec is _CAST and retyped(op.outputs[0].type, Float32) is operands[0].type:
+        narrows = op.spec is _CAST and _dtype(op.inputs[0]).floating
+        if narrows and retyped(op.outputs[0].type, Float32) is operands[0].type:
             env[op.outputs[0]] = operands[0]
             continue
         attributes = changed.get(op.attributes.form)

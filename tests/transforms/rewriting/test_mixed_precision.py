@@ -143,6 +143,20 @@ def faulty(mixed: Function, name: str) -> Function:
     return maker.finalize()
 
 
+def test_casts_that_change_nothing_are_left_out_of_floats_alone() -> None:
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(Float32, (4, 3)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float32, (3, 5)), WEIGHT)
+    index = f.add_input_value("index", Tensor(Int64, (4,)), Role("data", 0))
+    y = f.emit("Cast", f.emit("MatMul", x, w), to=Float32)
+    f.set_outputs([f.emit("SoftmaxCrossEntropyLoss", y, f.emit("Cast", index, to=Int64), reduction="mean")])
+    function = f.finalize()
+    narrow = mixed_precision(function, BFloat16)
+    check_mixed_precision(function, narrow, BFloat16)
+    casts = [tensor(op.inputs[0]).dtype for op in narrow.ops if op.op_type == "Cast"]
+    assert casts.count(Int64) == 1
+
+
 def test_the_law_is_checked() -> None:
     function = fuse(with_loss(gpt(1, 16, 4, 32, 8, 4), "cross-entropy"))
     mixed = mixed_precision(function, BFloat16)
