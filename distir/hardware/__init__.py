@@ -70,6 +70,7 @@ _DEVICES = 1 << 24
 _OF_A_NODE = 1 << 16
 """Limit on the devices of a node: a link may have a bandwidth for each number of them."""
 _LEAST_SHARE = 1e-6
+"""Limit on shares of a peak or a bandwidth: below, seconds would overflow."""
 _PRODUCTS = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 """Types in which products have a peak: dtypes, tf32 and 8-bit floats."""
 

@@ -91,7 +91,7 @@ def _parts(text: str) -> Iterator[str]:
 def _argument(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # of a damaged file, too
         return text
 
 

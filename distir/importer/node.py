@@ -67,6 +67,9 @@ class Scope:
         """The parts of the batch of which a batch norm in training mode takes statistics, each apart."""
         self.batchnorms = 0
         """The number of batch norms in training mode."""
+        self._seen = 0
+        self._trained: set[Value] = set()
+        """The results of the first `_seen` ops that are computed from parameters."""
 
     def is_defined(self, name: str) -> bool:
         """Whether the name is defined yet."""
@@ -98,16 +101,11 @@ class Scope:
 
     def depends_on_parameters(self, v: Value) -> bool:
         """Whether a value is computed from parameters, so that a gradient may pass through it."""
-        makers = {x: op for op in self.maker.ops for x in op.outputs}
-        seen, left = {v}, [v]
-        while left:
-            x = left.pop()
-            if x.role is not None and x.role.kind == "parameter":
-                return True
-            new = [y for y in (makers[x].inputs if x in makers else ()) if y not in seen]
-            seen.update(new)
-            left += new
-        return False
+        for op in self.maker.ops[self._seen :]:
+            if any([x.kind == "parameter" or x in self._trained for x in op.inputs]):
+                self._trained.update(op.outputs)
+        self._seen = len(self.maker.ops)
+        return v.kind == "parameter" or v in self._trained
 
     def cast(self, x: np.ndarray, dtype: DType) -> np.ndarray:
         """A known array in another type; a number that was rounded to float32 is as it was before, in float64."""

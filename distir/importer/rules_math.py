@@ -373,23 +373,26 @@ def _cross_entropy(n: Node) -> Result | None:
         return _smoothed(n, smoothing)
     if n.has(2) or any(n.proto.output[1:]):
         return None
-    x, rank = n.operand(0), len(n.shape())
-    if rank > 2:
-        x = n.emit("Transpose", x, perm=(0, *range(2, rank), 1))
+    x = _classes_last(n, n.operand(0))
     attributes = {"reduction": n.attr("reduction", "mean"), "ignore_index": n.attr("ignore_index")}
     given = {k: v for k, v in attributes.items() if v is not None}
     return n.emit("SoftmaxCrossEntropyLoss", x, n.operand(1), **given)
 
 
+def _classes_last(n: Node, x: Value) -> Value:
+    """(batch, classes, ...) as (batch, ..., classes)."""
+    rank = len(shape_of(x))
+    return n.emit("Transpose", x, perm=(0, *range(2, rank), 1)) if rank > 2 else x
+
+
 def _of_shares(n: Node, smoothing: float) -> Result:
     """Cross-entropy with a share of each class as target, as torch's may have: of shape (batch, classes, ...). The mean
     is over all rows."""
-    x, share, rank, reduction = n.operand(0), n.operand(1), len(n.shape()), n.attr("reduction", "mean")
-    if shape_of(share) != shape_of(x):
-        raise n.error(f"shares of classes {shape_of(share)} do not fit logits {shape_of(x)}")
+    if n.shape(1) != n.shape():
+        raise n.error(f"shares of classes {n.shape(1)} do not fit logits {n.shape()}")
     n.attr("ignore_index")  # of targets that are classes
-    if rank > 2:
-        x, share = (n.emit("Transpose", v, perm=(0, *range(2, rank), 1)) for v in (x, share))
+    x, share = (_classes_last(n, v) for v in (n.operand(0), n.operand(1)))
+    rank, reduction = len(shape_of(x)), n.attr("reduction", "mean")
     classes, last = shape_of(x)[-1], (rank - 1,)
     if smoothing:
         share = n.emit("Mul", share, n.constant(1 - smoothing, share))
@@ -408,9 +411,12 @@ def _smoothed(n: Node, smoothing: float) -> Result:
 
     A class counts by its weight w: of a row that is not ignored the sum over classes of -w log p is
     (sum of w) log(sum of exp x) - sum of w x. The mean divides by the targets' weights."""
-    x, target, rank, reduction = n.operand(0), n.operand(1), len(n.shape()), n.attr("reduction", "mean")
-    if rank > 2:
-        x = n.emit("Transpose", x, perm=(0, *range(2, rank), 1))
+    x, target, rank, reduction = (
+        _classes_last(n, n.operand(0)),
+        n.operand(1),
+        len(n.shape()),
+        n.attr("reduction", "mean"),
+    )
     classes, last = shape_of(x)[-1], (rank - 1,)
     ignored = {} if n.attr("ignore_index") is None else {"ignore_index": n.attr("ignore_index")}
     other = n.emit("Equal", target, n.constant(ignored["ignore_index"], target)) if ignored else None

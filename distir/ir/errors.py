@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 
@@ -80,10 +81,9 @@ def did_you_mean(
     import difflib  # slow to load, and only needed for an error
 
     def likeness(other: str) -> tuple[float, int]:  # of equally like ones that with the same beginning
-        same = next(
-            (k for k, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), min(len(name), len(other))
+        return difflib.SequenceMatcher(None, other, name).ratio(), sum(
+            1 for _ in takewhile(lambda p: p[0] == p[1], zip(name, other, strict=False))
         )
-        return difflib.SequenceMatcher(None, other, name).ratio(), same
 
     near = difflib.get_close_matches(name, list(known), most + 2, cutoff)
     near = sorted(near, key=likeness, reverse=True)[:most]

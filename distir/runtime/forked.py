@@ -34,7 +34,7 @@ def forked(count: int, name: str, work: str) -> Iterator[ProcessPoolExecutor]:
         hint = "one that is killed without a message may have run out of memory"
         raise WorkerError(f"a process of {work} was ended from outside", hint) from None
     except BaseException:
-        for process in [*(executor._processes or {}).values()]:
+        for process in [*(executor._processes or {}).values()]:  # Python 3.14 has kill_workers
             process.kill()
         raise
     finally:

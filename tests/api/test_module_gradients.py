@@ -21,8 +21,9 @@ from distir import Plan
 from distir.backends.modules.module_export import export_module
 from distir.importer.marks import ExportedCall
 from distir.ir.errors import ModelError, ModelWarning
+from tests.api.test_module import OPTIMIZERS, trained
 
-CLASSES, WIDTH, RATE = 12, 8, 0.5
+CLASSES, WIDTH = 12, 8
 PLANS = [Plan(dp=2, tp=2), Plan(pp=2, microbatches=2)]
 Loss = Callable[["Words", torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -109,22 +110,17 @@ def large_logits(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     return functional.binary_cross_entropy_with_logits(1000 * m.logits(ids), truth)
 
 
-def trained(module: nn.Module, batch: dict[str, torch.Tensor], steps: int) -> tuple[list[float], nn.Module]:
-    """Losses, and the module after torch's own steps, a copy."""
-    module = copy.deepcopy(module)
-    step, losses = torch.optim.SGD(module.parameters(), RATE), []
-    for _ in range(steps):
-        step.zero_grad()
-        loss = module(**batch)
-        loss.backward()
-        step.step()
-        losses.append(loss.item())
-    return losses, module
+def whole(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return module(**batch)
+
+
+def arrays(batch: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {k: x.numpy() for k, x in batch.items()}
 
 
 def load(module: nn.Module, batch: dict[str, torch.Tensor]) -> distir.Model:
     size = len(next(iter(batch.values())))
-    return distir.load(module, batch, {"batch": size}, loss="loss", optimizer=distir.SGD(lr=RATE))
+    return distir.load(module, batch, {"batch": size}, loss="loss", optimizer=OPTIMIZERS["sgd"][0])
 
 
 @pytest.mark.parametrize(
@@ -161,12 +157,12 @@ def test_losses_and_updates_are_those_of_torch(loss: Loss) -> None:
     module = Words(loss).double()
     batch = {"ids": torch.randint(0, CLASSES, (8, 4)), "labels": torch.randint(0, CLASSES, (8, 4))}
     batch["ids"][:, 0] = 0  # padding is there
-    losses, want = trained(module, batch, 3)
+    losses, want = trained(module, arrays(batch), whole, "sgd", 3)
     assert torch.equal(want.words.weight[0], module.words.weight[0])  # pyright: ignore
     before = copy.deepcopy(module.state_dict())
     for plan in PLANS:
         module.load_state_dict(before)
-        data = {k: x.numpy() for k, x in batch.items()}
+        data = arrays(batch)
         found = distir.run(load(module, batch), plan, data=data, steps=3, backend="numpy", check=True)
         assert np.allclose(found.losses, losses, rtol=1e-10)
         for name, p in want.named_parameters():
@@ -188,10 +184,27 @@ def test_positions_at_the_row_of_padding() -> None:
 
     torch.manual_seed(0)
     module, batch = Positions().double(), {"x": torch.randn(8, 4, WIDTH).double()}
-    losses, want = trained(module, batch, 2)
-    found = distir.run(load(module, batch), data={"x": batch["x"].numpy()}, steps=2, backend="numpy")
+    losses, want = trained(module, arrays(batch), whole, "sgd", 2)
+    found = distir.run(load(module, batch), data=arrays(batch), steps=2, backend="numpy")
     assert np.allclose(found.losses, losses, rtol=1e-10)
     assert np.allclose(found.weights["table.weight"], want.table.weight.detach().numpy(), rtol=0, atol=1e-10)  # pyright: ignore
+
+
+def test_gradients_are_taken_wherever_it_is_loaded() -> None:
+    torch.manual_seed(0)
+    module = Words(straight_through).double()
+    batch = {"ids": torch.randint(0, CLASSES, (8, 4)), "labels": torch.randint(0, CLASSES, (8, 4))}
+    losses, _ = trained(module, arrays(batch), whole, "sgd", 2)
+    with torch.no_grad():
+        model = load(module, batch)
+    assert np.allclose(distir.run(model, data=arrays(batch), steps=2, backend="numpy").losses, losses, rtol=1e-10)
+
+
+def test_an_example_of_valid_shapes_only() -> None:
+    """Its values are not needed, so that the module may fail for them: then a note says so."""
+    ids = torch.full((8, 4), CLASSES)
+    with pytest.warns(ModelWarning, match="Words fails for the example inputs"):
+        load(Words(smoothed()), {"ids": ids, "labels": ids})
 
 
 def test_of_a_file_too(tmp_path: Path) -> None:
@@ -199,11 +212,11 @@ def test_of_a_file_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Words(lambda m, i, y: straight_through(m, i, y) + smoothed()(m, i, y)).double()
     batch = {"ids": torch.randint(0, 3, (8, 4)), "labels": torch.randint(0, CLASSES, (8, 4))}
-    losses, want = trained(module, batch, 1)
+    losses, want = trained(module, arrays(batch), whole, "sgd", 1)
     file = tmp_path / "words.onnx"
     torch.onnx.export(module, tuple(batch.values()), file, dynamo=True, optimize=False, verbose=False)
-    model = distir.load(file, loss=onnx.load(file).graph.output[0].name, optimizer=distir.SGD(lr=RATE))
-    found = distir.run(model, data={k: x.numpy() for k, x in batch.items()}, steps=1, backend="numpy")
+    model = distir.load(file, loss=onnx.load(file).graph.output[0].name, optimizer=OPTIMIZERS["sgd"][0])
+    found = distir.run(model, data=arrays(batch), steps=1, backend="numpy")
     assert abs(found.losses[0] - losses[0]) < 1e-10
     for name, p in want.named_parameters():
         assert np.allclose(found.weights[name], p.detach().numpy(), rtol=0, atol=1e-10), name
@@ -318,8 +331,8 @@ def test_in_float64_all_is(module: nn.Sequential, shape: tuple[int, ...] | None)
             return functional.mse_loss(self.inner(x), y)
 
     own = Loss()
-    losses, want = trained(own, {"x": x, "y": y}, 2)
-    data = {"x": x.numpy(), "y": y.numpy()}
+    losses, want = trained(own, arrays({"x": x, "y": y}), whole, "sgd", 2)
+    data = arrays({"x": x, "y": y})
     found = distir.run(load(own, {"x": x, "y": y}), data=data, steps=2, backend="numpy")
     assert np.allclose(found.losses, losses, rtol=1e-12)
     for name, p in want.named_parameters():

@@ -336,6 +336,30 @@ def test_a_ratio_of_dropout_is_below_1(tmp_path: Path) -> None:
         import_from_onnx(write(tmp_path / "m.onnx", proto))
 
 
+@pytest.mark.parametrize(("dropout", "refused"), [("0.25", True), ("0.0", False)])
+def test_attention_in_one_node_has_no_dropout(tmp_path: Path, dropout: str, refused: bool) -> None:
+    """torch's exporter leaves it out there."""
+    one = node("Attention", "x x x", "y")
+    target = "torch.ops.aten.scaled_dot_product_attention.default"
+    call = f"%y : [num_users=1] = call_function[target={target}](args = (%q, %q, %q, None, {dropout}), kwargs = {{}})"
+    one.metadata_props.add(key="pkg.torch.onnx.fx_node", value=call)
+    path = write(tmp_path / "m.onnx", model([one], {"x": x(2, 2, 5, 4)}, ["y"], opset=23))
+    if refused:
+        with pytest.raises(ModelError, match="Attention node 'y': torch's exporter leaves its dropout out"):
+            import_from_onnx(path)
+    else:
+        assert "Softmax" in ops_of(import_from_onnx(path)[0])
+
+
+@pytest.mark.parametrize("text", ["(" * 100_000, "%x, [1, ", "1" * 10_000, "-" * 100_000 + "1"])
+def test_a_damaged_call_is_no_call(tmp_path: Path, text: str) -> None:
+    one = node("Identity", "x", "y")
+    call = f"%y : [num_users=1] = call_function[target=torch.ops.aten.detach.default](args = ({text}), kwargs = {{}})"
+    one.metadata_props.add(key="pkg.torch.onnx.fx_node", value=call)
+    function, _ = import_from_onnx(write(tmp_path / "m.onnx", model([one], {"x": x(2, 3)}, ["y"])))
+    assert ops_of(function) == []
+
+
 def test_outputs_that_are_inputs_or_known(tmp_path: Path) -> None:
     nodes = [node("Identity", "x", "y"), node("Shape", "x", "shape")]
     proto = model(nodes, {"x": x(2, 3)}, ["y", "shape", "y"])

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 from distir.api.model import load
 from distir.ir.errors import UsageError, counted
-from distir.search.plan_report import choices, least_room, limits, plan_figure, report
+from distir.search.plan_report import choices, least_room, limits, plan_figure, report, save_report
 from distir.search.plan_table import PlanPoint, PlanTable
 from distir.search.planning import plan
 from distir.transforms.plan import Plan
@@ -87,6 +88,11 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def text(table: PlanTable) -> str:
     return report([table, table])
+
+
+def test_a_name_that_is_no_utf_8(table: PlanTable, tmp_path: Path) -> None:
+    save_report([replace(table, model="m\udcfe.onnx")], tmp_path / "report.html")
+    assert "m\\xfe.onnx" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_report_is_one_file(text: str) -> None:

@@ -35,7 +35,9 @@ _SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 _CONSTANTS = (math.pi, math.log(2), math.log(10), 1 / 6, *_SELU, *[1 / p for p in (3, 5, 7)])
 """Numbers in what torch's exporter and the standard define functions by: logarithms, norms, activations (that of Selu:
 Klambauer et al., "Self-Normalizing Neural Networks", 2017)."""
-_RECURRENT = torch.ops.aten.lstm.input, torch.ops.aten.gru.input, torch.ops.aten.rnn_tanh.input
+_RECURRENT = tuple([getattr(torch.ops.aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")])
+_WITH_STATISTICS = torch.ops.aten._native_batch_norm_legit_functional, torch.ops.aten._batch_norm_with_update_functional
+"""Batch norms that return new running statistics."""
 _CONVERSIONS = torch.ops.aten.to, torch.ops.aten.type_as
 _TORCH = Path(torch.__file__).parent
 _OWN = "write what it does by torch's ops: h + (f(h) - h).detach() has the value of f(h) and the gradient of h"
@@ -107,7 +109,7 @@ def export_module(
             except Exception as e:  # whatever forward and the exporter raise
                 raise _not_exported(name, e) from e
             sys.stderr.write(said.getvalue())
-        _detach_without_grad(program.graph_module)
+        _detach_without_grad(program)
         try:
             exported = _translated(program)
         except Exception as e:  # of many kinds
@@ -124,29 +126,33 @@ def export_module(
     given = {info.name: x for info, x in zip(graph.graph.input, tensors, strict=True)}
     decomposed: Any = exported.exported_program
     counters = _counters(module, decomposed)
-    _check_state(name, decomposed, [counter.buffer for counter in counters], module)
+    _check_state(module, decomposed, counters)
     changes = bool(decomposed.graph_signature.buffers_to_mutate)
     example = None if changes else _example(program, args, kwargs, given)
-    return ExportedModule(
-        name, graph, stored, trained, sizes, _numbers(decomposed), _counters(module, decomposed), example
-    )
+    return ExportedModule(name, graph, stored, trained, sizes, _numbers(decomposed), counters, example)
 
 
 def _translated(program: Any) -> Any:
     """The program as an ONNX program. Attention with a trained bias has other strides where gradients are taken, or
-    not, so that torch may not find the views of its result that it has made: then it is copied."""
+    not, so that torch may not find the views of its result that it has made: where it fails, results are copied."""
     with torch.no_grad():
         try:
             return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
-        except Exception as e:  # of many kinds
-            if "Cannot view a tensor" not in str(e):
+        except Exception:  # of many kinds
+            attention = torch.ops.aten.scaled_dot_product_attention.default
+            found = [node for m in _graph_modules(program) for node in m.graph.nodes if node.target is attention]
+            if not found:
                 raise
-        for m in [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
-            for node in list(m.graph.nodes):
-                if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-                    _followed(node, torch.ops.aten.clone.default, memory_format=torch.contiguous_format)
+        for node in found:
+            _followed(node, torch.ops.aten.clone.default, memory_format=torch.contiguous_format)
+        for m in _graph_modules(program):
             m.recompile()
         return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+
+
+def _graph_modules(program: Any) -> list[torch.fx.GraphModule]:
+    """The graph of a program, and those inside its nodes."""
+    return [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
 
 
 def _followed(node: torch.fx.Node, target: Any, **settings: Any) -> None:
@@ -161,8 +167,7 @@ def _example(
     program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor]
 ) -> Callable[[], tuple[dict[str, torch.Tensor], list[torch.Tensor]]] | None:
     """See `ExportedModule`."""
-    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
-    if any(_is_random(node) for graph in graphs for node in graph.nodes):
+    if any(_is_random(node) for m in _graph_modules(program) for node in m.graph.nodes):
         return None
     if any(x.is_meta for x in (*program.state_dict.values(), *given.values())):
         return None
@@ -344,43 +349,44 @@ def _counters(module: torch.nn.Module, program: Any) -> list[Counter]:
     return found
 
 
-def _check_state(name: str, program: Any, counters: list[torch.Tensor], module: torch.nn.Module) -> None:
+def _check_state(module: torch.nn.Module, program: Any, counters: list[Counter]) -> None:
     """Raises ModelError for a parameter that forward changes. Warns (ModelWarning) of buffers other than batch norms'
     and `counters`: they stay as they are."""
-    signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
+    name, signature = type(module).__name__, program.graph_signature
     if changed := list(getattr(signature, "parameters_to_mutate", {}).values()):
         hint = "change it between steps, or compute with a changed copy"
         raise ModelError(f"{name}: forward changes the parameter {changed[0]}, which is not supported", hint)
+    nodes, counted = {node.name: node for node in program.graph.nodes}, {id(counter.buffer) for counter in counters}
     left = [
         buffer
         for output, buffer in signature.buffers_to_mutate.items()
-        if not _of_batch_norm(nodes[output]) and not any(module.get_buffer(buffer) is x for x in counters)
+        if not _is_statistic(nodes[output]) and id(module.get_buffer(buffer)) not in counted
     ]
     if left:
         text = f"{name}: forward changes the buffer {', '.join(left)}: in training it stays as it is"
         warnings.warn(ModelWarning(text), stacklevel=3)
 
 
-def _of_batch_norm(node: torch.fx.Node) -> bool:
+def _is_statistic(node: torch.fx.Node) -> bool:
+    """Whether a batch norm returns it."""
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, torch.fx.Node) and "batch_norm" in str(source.target)
+    return getattr(getattr(source, "target", None), "overloadpacket", None) in _WITH_STATISTICS
 
 
 def _numbers(program: Any) -> dict[float, float]:
     """By the nearest float32 the numbers in the code of float64 results; those that share one are left out."""
-    found: dict[float, set[float]] = {}
+    numbers: set[float] = set()
+    wide = False
     for node in program.graph.nodes:
         if any(getattr(x, "dtype", None) is torch.float64 for x in pytree.tree_leaves(node.meta.get("val"))):
-            for x in [*_CONSTANTS, *pytree.tree_leaves((node.args, node.kwargs))]:
-                if isinstance(x, float):
-                    found.setdefault(_rounded(x), set()).add(x)
+            numbers.update(x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, float))
+            wide = True
+    if not wide:
+        return {}
+    found: dict[float, set[float]] = {}
+    for x in numbers.union(_CONSTANTS):
+        found.setdefault(torch.tensor(x, dtype=torch.float32).item(), set()).add(x)
     return {near: min(several) for near, several in found.items() if len(several) == 1}
-
-
-@functools.cache
-def _rounded(x: float) -> float:
-    """The nearest float32."""
-    return torch.tensor(x, dtype=torch.float32).item()
 
 
 def _unused(name: str, taken: set[str]) -> str:
@@ -423,7 +429,7 @@ def _no_gradients_of_its_own(name: str) -> Iterator[None]:
             return apply.__func__(cls, *args, **kwargs)
         raise ModelError(f"{name}: the gradient that {cls.__qualname__} defines is not exported", _OWN)
 
-    def no_hook(*_: Any) -> Any:
+    def no_hook(*_: Any, **__: Any) -> Any:
         raise ModelError(f"{name}: a hook on a gradient is not exported", _OWN)
 
     function.apply = classmethod(refused)  # type: ignore[assignment]
@@ -435,11 +441,11 @@ def _no_gradients_of_its_own(name: str) -> Iterator[None]:
         torch.Tensor.register_hook = hook
 
 
-def _detach_without_grad(graph_module: torch.fx.GraphModule) -> None:
+def _detach_without_grad(program: Any) -> None:
     """Detach what is computed under torch.no_grad, in place: the exporter forgets that it was."""
-    for m in [m for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
+    for m in _graph_modules(program):
         for node in list(m.graph.nodes):
-            if getattr(node.target, "_name", "") != "wrap_with_set_grad_enabled" or node.args[0]:
+            if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
                 continue
             inside: Any = getattr(m, str(node.args[1].target)).graph
             places = [x for x in inside.nodes if x.op == "placeholder"]
