@@ -152,6 +152,7 @@ def load(module: nn.Module, batch: dict[str, torch.Tensor]) -> distir.Model:
         "large logits",
     ],
 )
+@pytest.mark.filterwarnings("error::distir.ir.errors.ModelWarning")
 def test_losses_and_updates_are_those_of_torch(loss: Loss) -> None:
     torch.manual_seed(0)
     module = Words(loss).double()
@@ -192,7 +193,7 @@ def test_positions_at_the_row_of_padding() -> None:
 
 def test_gradients_are_taken_wherever_it_is_loaded() -> None:
     torch.manual_seed(0)
-    module = Words(straight_through).double()
+    module = Words(without_grad).double()
     batch = {"ids": torch.randint(0, CLASSES, (8, 4)), "labels": torch.randint(0, CLASSES, (8, 4))}
     losses, _ = trained(module, arrays(batch), whole, "sgd", 2)
     with torch.no_grad():
