@@ -48,6 +48,10 @@ _ASYNC = re.compile(
     r"(?<!no )(?<!without )async[-_ ](tp|tensor[-_ ]parallel(ism)?)\b(?!\s*=\s*(0|false))", re.IGNORECASE
 )
 """How notes say that torchtitan sent tensor parallelism's activations in pieces beside products."""
+_BEFORE_2022 = ("megatron-2020", "sc21")
+"""How sources of published runs begin that are older than Megatron-LM's `--no-async-tensor-model-parallel-allreduce`:
+until 2021 `copy_to_tensor_model_parallel_region` waited for the sum of gradients, which since then is sent beside the
+product of the weight's (github NVIDIA/Megatron-LM, megatron/mpu/layers.py: aed2f75 and 02bb1f5)."""
 PEAKS = "allocated", "reserved", "used"
 """Which memory was measured: what the allocator handed out, what it held, or all of the device that was in use."""
 NO_SOURCE = "(no source)"
@@ -306,7 +310,7 @@ def _runtime(values: Mapping[str, Any]) -> str:
     if own := _own_runtime(values["cluster"]):
         return own.name
     if values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3:
-        return "megatron"
+        return "megatron+sync" if (values["source"] or "").startswith(_BEFORE_2022) else "megatron"
     compiled = _COMPILED in values["notes"]
     if values["model_family"] == "llama":
         if compiled and values["tp"] > 1 and _ASYNC.search(values["notes"]):

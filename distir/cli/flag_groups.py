@@ -160,8 +160,8 @@ def runtime_flag(group: Any) -> None:
         "--runtime",
         metavar="NAME",
         help=f"the software that launches the ops, which takes host time: {', '.join(known_runtimes())}; with +fp8 "
-        "behind it products of weights are in 8 bits, with +flash2 fused attention is FlashAttention-2; default: none, "
-        "launching takes no time",
+        "behind it products of weights are in 8 bits, with +flash2 fused attention is FlashAttention-2, with +sync no "
+        "collective of activations runs beside compute; default: none, launching takes no time",
     )
 
 

@@ -245,9 +245,13 @@ def known_runtimes() -> list[str]:
 
 
 FP8 = "fp8"
-VARIANTS: Mapping[str, Mapping[str, Any]] = {FP8: {"fp8": True}, "flash2": {"attention": 1.0, "cudnn": False}}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    FP8: {"fp8": True},
+    "flash2": {"attention": 1.0, "cudnn": False},
+    "sync": {"synchronous": True, "overlaps_products": False, "ring_attention": False},
+}
 """What may stand behind the name of a runtime, each after a "+": products of weights are in 8 bits; fused attention is
-FlashAttention-2, whatever the runtime's own is."""
+FlashAttention-2, whatever the runtime's own is; no collective of a microbatch's values runs beside compute."""
 
 
 def load_runtime(name: str, own: Runtime | None = None) -> Runtime:

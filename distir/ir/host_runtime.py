@@ -13,6 +13,7 @@ _JOINING = (
     "stages_first",
     "accumulates",
     "overlaps_products",
+    "synchronous",
     "ring_attention",
     "fp8",
     "fp8_gathers",
@@ -59,7 +60,9 @@ class Runtime:
     backward, where they are not one each way. `attention`: the speed of its fused attention, as a share of that of
     FlashAttention-2; `cudnn`: it is cuDNN's. `early`: its libraries are of the device's first year. `accumulates`:
     products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
-    gathers of other devices of its axis, or scatters to them, is sent in pieces while it computes on others. `zigzag`:
+    gathers of other devices of its axis, or scatters to them, is sent in pieces while it computes on others.
+    `synchronous`: collectives of what a microbatch has computed are waited for where they are issued; by default only
+    where their results are needed. `zigzag`:
     devices that split the queries of causal attention have as many of the first as of the last, so the same work, in a
     kernel for the keys of each device.
     `ring_attention`: devices that split the sequence of queries send keys and values, and their gradients, around a
@@ -112,6 +115,7 @@ class Runtime:
     early: bool = False
     accumulates: bool = False
     overlaps_products: bool = False
+    synchronous: bool = False
     ring_attention: bool = False
     zigzag: bool = False
     gradient_buffer: bool = False

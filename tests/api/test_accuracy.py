@@ -442,6 +442,10 @@ def test_empty_cells(table) -> None:
     [
         ({}, "megatron"),
         ({"model_family": "llama", "zero_stage": 1}, "megatron"),
+        ({"source": "sc21-t2"}, "megatron+sync"),
+        ({"source": "megatron-2020"}, "megatron+sync"),
+        ({"source": "sc21-t2", "runtime": "megatron"}, "megatron"),
+        ({"source": ""}, "megatron"),
         ({"zero_stage": 3}, "torch-eager"),
         ({"model_family": "mpt"}, "composer"),
         ({"model_family": "llama", "zero_stage": 3}, "torchtitan"),

@@ -13,7 +13,7 @@ from typing import Any
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.beside import beside_compute
-from distir.executor.simulator.beside_products import beside_products
+from distir.executor.simulator.beside_products import beside_products, is_of_a_microbatch
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.labels import axis_text
 from distir.executor.simulator.ring_attention import ring_attention
@@ -94,6 +94,8 @@ class Inlined:
         self.events: list[tuple[str, float, float, str, str]] = []
         self.lost: list[tuple[Device, float, float]] = []
         """Compute lost beside collectives: where, when, and how much."""
+        self.awaited: dict[Device, float] = {}
+        """The seconds in which devices wait for collectives on the stream of compute."""
         self.flat: list[tuple[Op, tuple[object, ...], tuple[object, ...]]] = []
         self.several: set[int] = set()
         """Where in `flat` an op takes what a call is given as two operands: none is known to be the last."""
@@ -168,7 +170,7 @@ class Inlined:
                 continue
             times: dict[Value, dict[Device, float]] = {v: {} for v in op.outputs}
             self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED), beside.get(op))
-            if op in overlapped or op in products:
+            if op in products or (op in overlapped and not self.waited(op)):
                 self.lose(op)
             if op.spec.route in TRANSFERS:
                 self.received.update(op.outputs)
@@ -200,6 +202,7 @@ class Inlined:
             return
         axis = cost.collective_axis(spec, attrs, tin)
         meets: list[tuple[float, list[tuple[Device, str]], list[Device], list[Device]]] = []
+        computes = axis is None and spec.name != "Send" and cost.fan(spec) is None
         if axis is not None:
             for g in axis_groups(tin[0].device, axis):
                 seconds = cost.collective(spec, attrs, tin, tout, cost.topology.group(g))
@@ -208,7 +211,8 @@ class Inlined:
                     pin, pout = ([v.type for v in x] for x in (product.inputs, product.outputs))
                     least = min(cost.compute(product.spec, product.attributes, pin, pout, d) for d in g)
                     seconds = cost.exposed(seconds, len(g), least * share)
-                meets.append((seconds, [(d, axis_text(axis)) for d in g], list(g), list(g)))
+                stream = "compute" if self.waited(op) else axis_text(axis)
+                meets.append((seconds, [(d, stream) for d in g], list(g), list(g)))
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):
                 link = cost.topology.link(a, b)
@@ -232,10 +236,12 @@ class Inlined:
                 [
                     start,
                     *(x[d] for x in ins for d in sources),
-                    *self.issued(op, keys, chained, streams[0][1] == "compute"),
+                    *self.issued(op, keys, chained, computes),
                 ]
             )
             for k in keys:
+                if not computes and k[1] == "compute":
+                    self.awaited[k[0]] = self.awaited.get(k[0], 0.0) + seconds
                 self.clock[k] = start + seconds
                 events.append((spec.name, start, seconds, repr(k[0]), k[1]))
             for v in op.outputs:
@@ -246,6 +252,11 @@ class Inlined:
             for i, d in enumerate(dict.fromkeys(d for v in (*op.inputs, *op.outputs) for d in self.devices(v)))
         }
         self.events += sorted(events, key=lambda e: order[e[3]])
+
+    def waited(self, op: Op) -> bool:
+        """Whether a collective runs on the stream of compute."""
+        runtime = self.cost.runtime
+        return runtime is not None and runtime.synchronous and is_of_a_microbatch(op.inputs[0])
 
     def lose(self, op: Op) -> None:
         """The compute that a collective takes from its devices."""

@@ -44,7 +44,8 @@ def random_runtime(rng: random.Random) -> Runtime | None:
     figures: dict[str, Any] = {}
     for name in ("op", "communication", "member", "call"):
         figures[name] = rng.choice([0.0, 1e-7, 3e-6, 2e-5])
-    for name in ("fuses", "multi_tensor", "waits", "scatters", "inline", "accumulates", "overlaps_products"):
+    flags = "fuses", "multi_tensor", "waits", "scatters", "inline", "accumulates", "overlaps_products", "synchronous"
+    for name in flags:
         figures[name] = rng.random() < 0.5
     figures |= {"passes": rng.choice([1.0, 1.7]), "skew": rng.choice([0.0, 0.3]), "transfer": rng.choice([None, 1e-6])}
     figures |= {"gap": rng.choice([0.0, 2e-6]), "logit_bytes": rng.choice([None, (38.0, 14.0)])}

@@ -177,6 +177,13 @@ def test_attention_of_any_runtime_can_be_flash_attention_2() -> None:
     assert (both.name, both.fp8, both.cudnn) == ("megatron-core+fp8+flash2", True, False)
 
 
+def test_any_runtime_can_wait_for_what_it_sends() -> None:
+    own = load_runtime("megatron-core")
+    assert (own.overlaps_products, own.ring_attention, own.synchronous) == (True, True, False)
+    given = {"synchronous": True, "overlaps_products": False, "ring_attention": False}
+    assert load_runtime("megatron-core+sync") == replace(own, name="megatron-core+sync", **given)
+
+
 def test_a_runtime_of_ones_own_counts_for_the_shipped_one_of_its_name() -> None:
     own = replace(load_runtime("distir"), op=1.0)
     assert load_runtime("distir", own) is own

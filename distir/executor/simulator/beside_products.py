@@ -29,13 +29,13 @@ def beside_products(f: Function) -> dict[Op, Op]:
             for k, v in enumerate(op.inputs):
                 if spec.weight not in (None, k) and v in gathered:
                     found.setdefault(gathered[v], op)
-            if spec.weight is not None and _is_of_a_microbatch(op.outputs[0]):
+            if spec.weight is not None and is_of_a_microbatch(op.outputs[0]):
                 made[op.outputs[0]] = n
         elif spec.route == "axis" and spec.comm is not None:
             v = op.inputs[0]
             if spec.comm.scatters and v in made:
                 found[op] = f.ops[made[v]]
-            elif not spec.comm.sums and v not in made and _is_of_a_microbatch(v):
+            elif not spec.comm.sums and v not in made and is_of_a_microbatch(v):
                 gathered[op.outputs[0]] = op
         elif spec.alias and op.inputs:
             if op.inputs[0] in gathered:
@@ -58,7 +58,7 @@ def shares(beside: Mapping[Op, Op]) -> dict[Op, float]:
     return {op: sizes[op] / total[partner] if total[partner] else 1.0 for op, partner in beside.items()}
 
 
-def _is_of_a_microbatch(v: Value) -> bool:
+def is_of_a_microbatch(v: Value) -> bool:
     """Whether a value is neither a weight or a bias, which all microbatches share, nor a sum over them, nor a bundle of
     these."""
     t = v.type

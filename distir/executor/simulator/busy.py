@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distir.executor.simulator.intervals import NO_INTERVALS, Intervals, length, merged
-from distir.executor.simulator.maxplus import NEVER, Call, Code, OpPart, OpPlan
+from distir.executor.simulator.maxplus import NEVER, Call, Code, OpPart, OpPlan, Slots
 from distir.executor.simulator.trace import Run, expand_model
 from distir.ir.function import Op
 
@@ -75,8 +75,8 @@ class _Counter:
         self._rows: dict[Code, _Rows] = {}
         self._labelled: dict[tuple[int, object], _Labelled] = {}
         """By the identity of a plan, which all ops of a kind share."""
-        self._busy: dict[tuple[Code, tuple[int, ...], bytes], dict[Key, Intervals]] = {}
-        self._floors: dict[tuple[Code, tuple[int, ...]], npt.NDArray[np.float64]] = {}
+        self._busy: dict[tuple[Code, Slots, bytes], dict[Key, Intervals]] = {}
+        self._floors: dict[tuple[Code, Slots, int], npt.NDArray[np.float64]] = {}
 
     def left(self, run: Run) -> Left:
         """Add up a run."""
@@ -136,7 +136,7 @@ class _Counter:
         return {key: merged(found) for key, found in busy.items()}
 
     def _add_call(self, call: Call, enter: list[float], busy: dict[Key, list[Intervals]]) -> None:
-        zero, classes = enter[0], call.classes
+        zero, classes = max(enter), call.classes
         key = (call.model, call.live, self._relative(call, enter))
         inside = self._busy.get(key)
         if inside is None:
@@ -145,27 +145,30 @@ class _Counter:
             busy.setdefault((classes.get(c, c), label), []).append(found + zero)
 
     def _relative(self, call: Call, enter: Sequence[float]) -> bytes:
-        """Entry times relative to the first stream's clock; those too early to matter are raised to the floor."""
-        key = (call.model, call.live)
+        """Entry times relative to the latest; those too early to matter are raised to the floor.
+
+        The latest, as it leaves the others no effect most often: hosts run ahead of devices, or fall behind them, a
+        little further with each call.
+        """
+        latest = max(enter)
+        key = (call.model, call.live, enter.index(latest))
         floors = self._floors.get(key)
         if floors is None:
-            floors = self._floors[key] = np.array(_floors(call))
-        return np.maximum(np.array(enter) - enter[0], floors).tobytes()
+            floors = self._floors[key] = np.array(_floors(*key))
+        return np.maximum(np.array(enter) - latest, floors).tobytes()
 
 
 def _arrays(parts: list[tuple[int, float]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     return np.array([slot for slot, _ in parts]), np.array([seconds for _, seconds in parts])
 
 
-def _floors(call: Call) -> list[float]:
-    """For each entry the time, relative to the first stream's clock, below which it has no effect."""
-    body, n = call.model, len(call.streams)
-    columns = [body.column(k) for k in (*range(n), *(n + j for j in call.live))]
+def _floors(body: Code, live: Slots, latest: int) -> list[float]:
+    """For each entry the time, relative to that of entry `latest`, below which it has no effect."""
+    n = len(body.streams)
+    columns = [body.column(k) for k in (*range(n), *(n + j for j in live))]
     if any(isinstance(plan, Call) for plan in body.plans):
         return [NEVER] * len(columns)
-    first = columns[0].ready[len(body.columns) :]
-    floors = [0.0]
-    for column in columns[1:]:
-        here = column.ready[len(body.columns) :]
-        floors.append(-max((w - v for v, w in zip(first, here, strict=True) if w != NEVER), default=NEVER))
+    parts = [column.ready[len(body.columns) :] for column in columns]
+    floors = [-max([w - v for v, w in zip(parts[latest], x, strict=True) if w != NEVER], default=NEVER) for x in parts]
+    floors[latest] = 0.0
     return floors

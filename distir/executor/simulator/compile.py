@@ -22,7 +22,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused, unwritten
 from distir.executor.cost_model.seconds import in_8_bits
 from distir.executor.simulator.beside import beside_compute
-from distir.executor.simulator.beside_products import beside_products, shares
+from distir.executor.simulator.beside_products import beside_products, is_of_a_microbatch, shares
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.eight_bits import SAME, EightBits, eight_bits
@@ -138,6 +138,7 @@ class CompiledProgram:
         self._issued = runtime is not None and runtime.issues
         """Whether ops wait for their hosts."""
         self._waits = self._issued and runtime is not None and runtime.waits
+        self._synchronous = runtime is not None and runtime.synchronous
         self._host = COMPUTE if runtime is not None and runtime.inline else HOST
         """The stream on which ops are issued."""
         self._in_turn = (r := cost.topology.regular) is not None and r.in_turn
@@ -326,6 +327,8 @@ class CompiledProgram:
             return OpPlan((), None, result_classes)
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             parts = list[OpPart]()
+            waited = self._synchronous and is_of_a_microbatch(op.inputs[0])
+            stream = COMPUTE if waited else axis_text(axis)
             for p in self.classes.peers[ins[0].device, axis]:  # type: ignore[index]
                 sent = (in_8_bits(ins), in_8_bits(outs)) if eight.sent else (ins, outs)
                 if times > 1:
@@ -334,10 +337,9 @@ class CompiledProgram:
                 if partner is not None and self.overlap:
                     least = min([self._seconds(partner, cost, c) for c in p.classes])
                     seconds = cost.exposed(alone, p.group.size, least * share)
-                parts.append(
-                    self._part(op, seconds, [(c, axis_text(axis), None) for c in p.classes], devices=p.group.size)
-                )
-                hidden = partner is not None or beside
+                where = [(c, stream, None) for c in p.classes]
+                parts.append(self._part(op, seconds, where, devices=p.group.size, communicates=True))
+                hidden = partner is not None or (beside and not waited)
                 if hidden and self.overlap and (lost := cost.beside(alone, p.group)):
                     parts += [self._lost(lost, c) for c in p.classes]
         elif spec.route == "send":
@@ -371,6 +373,7 @@ class CompiledProgram:
         ends: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
         devices: int = 1,
         chained: Fused = UNFUSED,
+        communicates: bool = False,
     ) -> OpPart:
         """A part on a stream of each class; `ends` are those where its operands and its results are, by default each.
 
@@ -378,7 +381,6 @@ class CompiledProgram:
         """
         streams = [self.stream(*w) for w in where]
         classes = tuple([c for c, _, _ in where])
-        communicates = where[0][1] != COMPUTE
         sources, targets = ends or (classes, classes)
         issues: Issues | None = None
         issue, cost = 0.0, self.cost
@@ -403,7 +405,7 @@ class CompiledProgram:
         for p in self.classes.pairs[a, b]:
             where = (p.source, SEND, b), (p.target, RECV, a)
             seconds = self.cost.transfer(ins, p.link)
-            parts.append(self._part(op, seconds, where, ((p.source,), (p.target,)), devices=2))
+            parts.append(self._part(op, seconds, where, ((p.source,), (p.target,)), devices=2, communicates=True))
         return _plan(parts, result_classes)
 
     def _fan(self, op: Op, outward: bool) -> OpPart:
@@ -415,7 +417,7 @@ class CompiledProgram:
         where += [(c, RECV if outward else SEND, None) for c in others if c != roots[0]]
         ends = (roots, others) if outward else (others, roots)
         seconds = self.cost.between(op.spec, ins, outs, root, mesh)  # type: ignore[arg-type]
-        return self._part(op, seconds, where, ends, devices=len({root, *members(mesh)}))  # type: ignore[arg-type]
+        return self._part(op, seconds, where, ends, len({root, *members(mesh)}), communicates=True)  # type: ignore[arg-type]
 
     def _compile(self, f: Function, entry: bool) -> Code:
         """The code of a function; with `entry` of the program itself, whose inputs are ready from the start."""

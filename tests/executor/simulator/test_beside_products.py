@@ -64,6 +64,37 @@ def test_a_sum_that_all_devices_get_is_waited_for() -> None:
     assert beside_products(f.finalize()) == {}
 
 
+def test_what_is_waited_for_delays_what_does_not_need_it() -> None:
+    """The sum of an input's gradient, and the product of the weight's gradient that stands behind it."""
+    topology = load_cluster("dgx-a100")
+    mesh = Mesh(topology.devices, {"tp": 8}, "m")
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor.whole(BFloat16, (4096, 4096), mesh, [Shard(1)]))
+    b = f.add_input_value("b", Tensor.whole(BFloat16, (4096, 4096), mesh, [Shard(0)]))
+    w = f.add_input_value("w", Tensor.whole(BFloat16, (4096, 4096), mesh))
+    total = f.emit("MPIAllreduce", f.emit("MatMul", x, b), axis="tp")
+    f.set_outputs([total, f.emit("MatMul", w, w)])
+    first, sums, second = [
+        e.dur for e in Simulator(CostModel(topology)).interpret(f.finalize()).trace if e.pid == "gpu:0"
+    ]
+    beside, behind = [
+        Simulator(CostModel(topology, runtime=Runtime("r", synchronous=waits))).interpret(f.finalize())
+        for waits in (False, True)
+    ]
+    assert beside.seconds == first + max(sums, second)
+    assert behind.seconds == first + sums + second
+    assert (behind.stages[0].communication, behind.stages[0].compute) == (sums, first + second)
+
+
+def test_sums_of_gradients_over_replicas_are_not_waited_for() -> None:
+    model, plan = distir.load("gpt:layers=2,hidden=64,heads=2,vocab=96,seq=16,batch=4"), distir.Plan(dp=2, tp=2)
+    program = distir.distribute(model.training("cross-entropy"), plan, load_cluster("dgx-h100").devices[:4])
+    cost = CostModel(load_cluster("dgx-h100"), runtime=Runtime("r", synchronous=True))
+    trace = Simulator(cost).interpret(program).trace
+    streams = {(str(e.op.attributes["axis"]), e.tid) for e in trace if e.op.spec.route == "axis" and e.tid != "view"}
+    assert streams == {("tp", "compute"), ("dp", "dp")}
+
+
 def test_what_stands_where_a_product_has_its_weight_is_not_sent_so() -> None:
     mesh = Mesh(load_cluster("dgx-h100").devices, {"cp": 8}, "m")
     f = FunctionMaker("f")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import distir
 from distir.executor.cost_model.seconds import work
-from distir.executor.simulator.labels import COMPUTE, SEND
+from distir.executor.simulator import busy
+from distir.executor.simulator.labels import COMPUTE, SEND, axis_text
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.step_parts import (
     BELOW_PEAK,
@@ -26,8 +27,9 @@ from distir.executor.simulator.step_parts import (
     StageParts,
     step_parts,
 )
-from distir.executor.simulator.trace import VIEW
-from distir.ir import Role
+from distir.executor.simulator.trace import VIEW, expand_model
+from distir.ir import Op, Role
+from distir.ir.device import AxisNames
 from distir.ir.errors import InfeasibleError
 from distir.ir.type import Float32, Tensor
 from distir.transforms.differentiation.training import SGD, training_step
@@ -42,10 +44,18 @@ def gpt() -> distir.Model:
     return distir.load(GPT, loss="cross-entropy", optimizer="adamw")
 
 
+def axis_of(simulation: Simulation, op: Op) -> AxisNames | None:
+    """The mesh axis along which an op communicates."""
+    cost, types = simulation.program.cost, [v.type for v in op.inputs]
+    return cost.collective_axis(op.spec, op.attributes, types) if types else None
+
+
 def exposed_in_trace(simulation: Simulation, c: int) -> dict[str, float]:
     """The seconds in which a device of a class communicates and does not compute, by stream, from its events."""
     device = repr(simulation.program.classes.first[c])
-    spans = [(e.ts, e.ts + e.dur, e.tid) for e in simulation.trace if e.pid == device and e.tid != VIEW and e.dur]
+    events = [e for e in simulation.trace if e.pid == device and e.tid != VIEW and e.dur]
+    sent = {e.op: axis_text(a) for e in events if (a := axis_of(simulation, e.op)) is not None}
+    spans = [(e.ts, e.ts + e.dur, sent.get(e.op, e.tid)) for e in events]  # a runtime may wait for what it sends
     edges = sorted({t for a, b, _ in spans for t in (a, b)})
     found: dict[str, float] = {}
     for a, b in pairwise(edges):
@@ -79,7 +89,7 @@ NOTHING_SAVED = {"degrees": (1, 1, 4), "microbatches": 1, "zero": 0, "recompute"
     zero=st.sampled_from([0, 1, 3]),
     recompute=st.sampled_from(["none", "selective", "full"]),
     sequence=st.booleans(),
-    runtime=st.sampled_from([None, "torch-eager", "megatron", "megatron-core", "composer"]),
+    runtime=st.sampled_from([None, "torch-eager", "megatron", "megatron+sync", "megatron-core", "composer"]),
 )
 def test_parts_add_up_and_agree_with_the_trace(degrees, microbatches, schedule, zero, recompute, sequence, runtime):
     dp, tp, pp = degrees
@@ -132,6 +142,24 @@ def test_the_bubble_of_equal_stages_is_warm_up(p, m, schedule, backward):
     """(p - 1)(f + b): Narayanan et al., SC'21, section 2.2.1."""
     for row in step_parts(pipeline(p, m, 1, schedule, backward)):
         assert row.bubble == {WARM_UP: (p - 1) * (1 + backward), IMBALANCE: 0, DEPENDENCY: 0}
+
+
+def test_equal_calls_are_counted_once_though_hosts_run_ahead_further_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of which intervals are computed do not grow with the microbatches."""
+    expanded: list[int] = []
+
+    def counted(*args):
+        expanded[-1] += 1
+        return expand_model(*args)
+
+    monkeypatch.setattr(busy, "expand_model", counted)
+    for microbatches in (16, 32):
+        expanded.append(0)
+        name = f"gpt:layers=4,hidden=4096,heads=32,seq=2048,vocab=64,batch={microbatches}"
+        plan = distir.Plan(pp=4, microbatches=microbatches)
+        model = distir.load(name, loss="cross-entropy")
+        step_parts(distir.simulate(model, plan, "dgx-a100", runtime="megatron-core").simulation)
+    assert expanded[0] == expanded[1] < 4 * 16
 
 
 def test_a_stage_with_less_work_waits_for_the_busiest():
