@@ -222,9 +222,18 @@ def test_internal_errors_are_one_line(cli, monkeypatch):
     monkeypatch.setattr("distir.cli.commands.run", fail)
     monkeypatch.delenv("DISTIR_TRACEBACK", raising=False)
     assert_error(cli("run", MLP), 1, "internal error: RuntimeError: it broke", "--traceback")
+    code, out, _ = cli("run", MLP, "--json")
+    said = {"error": "internal error: RuntimeError: it broke", "hint": "--traceback shows where", "exit_code": 1}
+    assert (code, json.loads(out)) == (1, said)
     monkeypatch.setenv("DISTIR_TRACEBACK", "")
     with pytest.raises(RuntimeError, match="it broke"):
         main(["run", MLP, "--traceback"])
+
+
+def test_a_line_break_in_the_name_of_a_file_breaks_no_line(cli, tmp_path):
+    file = tmp_path / "two\nlines.onnx"
+    file.touch()
+    assert_error(cli("inspect", file), 3, "two\\nlines.onnx: not an ONNX model")
 
 
 def test_interrupted_exits_130(cli, monkeypatch):

@@ -101,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("DISTIR_TRACEBACK"):
             raise
         lines = str(e).strip().splitlines() or [""]
-        _print_error(f"internal error: {type(e).__name__}: {lines[0]}", "--traceback shows where")
-        return 1
+        message, hint = f"internal error: {type(e).__name__}: {lines[0]}", "--traceback shows where"
+        _print_error(message, hint)
+        return _said(argv, 1, message, hint)
     return code or 0
 
 
@@ -139,5 +140,6 @@ def _print_error(message: str, hint: str | None = None) -> None:
     rank = this_rank()  # under torchrun every rank prints: rank 0 may be killed first
     if rank and (found := launched()) is not None and found.by == MPIRUN:
         time.sleep(_RANK_0_FIRST_SECONDS)  # mpirun ends this process if rank 0 fails, too, and prints its error
-    text = f"distir: {f'rank {rank}: ' if rank else ''}error: {message}\n"
+    line = message.replace("\n", "\\n")  # as in the name of a file
+    text = f"distir: {f'rank {rank}: ' if rank else ''}error: {line}\n"
     _write(sys.stderr, text + (f"hint: {hint}\n" if hint else ""))
