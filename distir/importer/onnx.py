@@ -37,6 +37,7 @@ from distir.importer.control import EXPANSIONS, lift_initializers
 from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained, parameters_in, statistics
+from distir.importer.masked import INSTEAD, MASKED_WRITE, OWN, join_masked_writes
 from distir.importer.merged import part_merged
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
@@ -173,7 +174,9 @@ def checked(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
     part_merged(model.graph, path)
-    return model if opset >= CONVERTED_TO else _converted(model, path, opset)
+    model = model if opset >= CONVERTED_TO else _converted(model, path, opset)
+    join_masked_writes(model.graph)
+    return model
 
 
 def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProto:
@@ -303,7 +306,7 @@ def import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[
     if known and (found := fold(node, opset)) is not None:
         node.finish(found, len(scope.maker.ops), folded=True)
         return
-    rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
+    rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx", OWN) else None
     if rule is None and known:
         raise node.error("is not computed at import: its result is too large, or of unknown size")
     if proto.op_type in EXPANSIONS and proto.domain in ("", "ai.onnx"):
@@ -313,7 +316,8 @@ def import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[
         return
     if rule is None and not _import_definition(node):
         domain = f" of domain {proto.domain}" if proto.domain else ""
-        raise node.error(f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}")
+        hint = INSTEAD.get(proto.op_type) or f"supported: {', '.join(sorted(RULES.keys() - {MASKED_WRITE}))}"
+        raise node.error(f"op {proto.op_type}{domain} is not supported", hint)
     if rule is None:
         return
     first = len(scope.maker.ops)

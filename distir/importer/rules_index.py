@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from distir.importer.masked import INSTEAD, MASKED_WRITE
 from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.ir.function import Value
@@ -172,6 +173,27 @@ def _scatter_nd(n: Node) -> Result:
         return n.reshape(_combined(n, how, flat, index, updates, 0), shape)
     written = _written(n, how, flat, updates, lambda d: n.emit("GatherGrad", d, at, rows=rows, axis=0))
     return n.reshape(written, shape)
+
+
+@rule(MASKED_WRITE)
+def _masked_write(n: Node) -> Result:
+    """`h[mask] = x`: see masked.py. The mask is over the first dims of h, `rest` are the others."""
+    h, shape, of, given = n.operand(0), n.shape(), n.shape(1), n.shape(2)
+    rest, expanded = n.ints(3, "the shape of what is selected") or (), n.ints(4, "the shape of the mask") or shape
+    over = shape[: len(shape) - len(rest)]
+    column = (*over, *[1] * len(rest))
+    if (*over, *rest) != shape or expanded != shape or of not in (over, column):
+        raise n.error(f"a mask of shape {of} does not fit data of shape {shape}")
+    lead = len(given) - len(rest)
+    if lead > 0 and math.prod(given[:lead]) != 1:
+        message = f"a tensor of shape {given} is assigned to what a mask selects of shape {shape}"
+        raise n.error(f"{message}: only what is the same wherever the mask is true can be", INSTEAD["NonZero"])
+    mask, x = n.reshape(n.operand(1), column), n.reshape(n.operand(2), given[max(lead, 0) :])
+    mask = mask if tensor(mask).dtype is Bool else n.emit("Cast", mask, to=Bool)
+    if tensor(h).dtype is Bool:
+        h, x = n.emit("Cast", h, to=UInt8), n.emit("Cast", x, to=UInt8)
+        return n.emit("Cast", n.emit("Where", mask, x, h), to=Bool)
+    return n.emit("Where", mask, x, h)
 
 
 # ---------------------------------------------------------------- the largest

@@ -97,6 +97,17 @@ def biased_attention(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch
     return functional.cross_entropy(m.b(h).transpose(1, 2), labels)
 
 
+def masked(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Assignments by masks: of a number, of a sum, of a row to all rows that a mask selects, and to a mask."""
+    h = m.hidden(ids).clone()
+    h[h > 0.5] = 0.25
+    h[ids % 3 == 1] = m.b.weight[2]
+    h[labels[:, 0] == 2] = m.a.bias.sum()
+    keep = torch.ones_like(labels, dtype=torch.bool)
+    keep[labels == 4] = False
+    return functional.cross_entropy(m.b(h).transpose(1, 2), labels.masked_fill(~keep, -100))
+
+
 def grad_enabled(m: Words, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         h = m.hidden(ids)
@@ -132,6 +143,7 @@ def load(module: nn.Module, batch: dict[str, torch.Tensor]) -> distir.Model:
         weighted,
         straight_through,
         without_grad,
+        masked,
         grad_enabled,
         converted_without_grad,
         recomputed,
@@ -145,6 +157,7 @@ def load(module: nn.Module, batch: dict[str, torch.Tensor]) -> distir.Model:
         "weighted",
         "straight through",
         "no_grad",
+        "masked",
         "enable_grad",
         "converted",
         "recomputed",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distir.executor.reference.sequential import SequentialExecutor
+from distir.importer.masked import MASKED_WRITE
 from distir.importer.registry import RULES
 from distir.ir.errors import ModelError
 from distir.ops.rules import shape_of, tensor
@@ -420,7 +421,7 @@ def test_every_rule_has_a_sample() -> None:
     text = Path(__file__).with_name("test_sequences.py").read_text()
     of_sequences = {name for name in RULES if f'"{name}"' in text}
     optional = {"OptionalGetElement", "OptionalHasElement"}  # of onnx's own cases: node_cases.txt
-    assert RULES.keys() <= {s.op_type for s in SAMPLES} | of_sequences | optional
+    assert RULES.keys() <= {s.op_type for s in SAMPLES} | of_sequences | optional | {MASKED_WRITE}
 
 
 @pytest.mark.parametrize("known", [False, True])
