@@ -343,12 +343,22 @@ def test_show_python(cli):
 def test_clusters(cli):
     code, out, _ = cli("clusters")
     assert code == 0
-    assert {"cpu-2core", "dgx-a100", "dgx-h100"} <= {row.split()[0] for row in out.splitlines()}
+    assert {"cpu-2core", "dgx-a100", "dgx-h100"} <= {row.split(" ")[0] for row in out.splitlines()}
+    assert "h100-pcie" in out
     code, out, _ = cli("clusters", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert rows["dgx-a100"]["devices_per_node"] == 8
     assert [rows["dgx-a100"][key] for key in ("device", "kind")] == ["a100-sxm-80gb", "gpu"]
     assert [rows["cpu-2core"][key] for key in ("device", "kind")] == ["cpu", "cpu"]
+    code, out, _ = cli("clusters", "dgx-a100")
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("###")][:2] == [
+        "### cluster dgx-a100",
+        "### device a100-sxm-80gb",
+    ]
+    code, out, _ = cli("clusters", "a100-sxm-80gb", "--json")
+    assert json.loads(out)["device a100-sxm-80gb"]["memory_gb"] == 80
+    assert_error(cli("clusters", "dgx-a10"), 2, "unknown cluster 'dgx-a10'", "did you mean dgx-a100?")
 
 
 def test_bench_collectives(cli):
@@ -993,9 +1003,9 @@ def test_mixed_precision_on_gloo(cli, precision, flags):
         ("--precision bf16 --dtype bfloat16", "precision bf16 keeps weights in float32, dtype bf16 makes them bf16"),
         (
             "--precision bf16 --grad-dtype fp16",
-            "gradients are accumulated in float32 or in the precision, bf16; got f16",
+            "gradients are accumulated in f32 or in the precision, bf16; got f16",
         ),
-        ("--grad-dtype bf16", "gradients are accumulated in float32 or in the precision, f32; got bf16"),
+        ("--grad-dtype bf16", "gradients are accumulated in f32 or in the precision, f32; got bf16"),
     ],
 )
 def test_settings_of_training_that_do_not_fit(cli, flags, message):

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from distir.api.cases import CLIP_NORM, Measurement, Perceptron, Setup, read_rows, runtime_named
+from distir.api.cases import CLIP_NORM, Measurement, Perceptron, Setup, read_rows, reason_of, runtime_named
 from distir.api.compilation import distribute, simulated
 from distir.api.model import Model, Precision
 from distir.api.scores import Case, Scores, scores
@@ -145,7 +145,7 @@ def score(row: Measurement) -> Scored:
         built = time.perf_counter()
         predicted = predict(row, program)
     except DistirError as e:
-        return Scored(row, None, e.message)
+        return Scored(row, None, reason_of(e))
     return Scored(row, predicted, None, built - begin, time.perf_counter() - built)
 
 
@@ -182,6 +182,14 @@ def cost_of(row: Measurement) -> CostModel:
     """
     setup = _setup_of(row)
     return _cost(setup.cluster, setup.plan.size, row.runtime)
+
+
+def fits(scored: Scored) -> bool:
+    """Whether the memory that is predicted for a row is there; True for one that is not predicted."""
+    if scored.predicted is None:
+        return True
+    topology = cost_of(scored.row).topology
+    return scored.predicted.peak_bytes <= topology.spec(topology.devices[0]).capacity
 
 
 def scores_of(rows: Collection[Scored]) -> dict[str, Scores]:

@@ -51,7 +51,8 @@ _ASYNC = re.compile(
 _BEFORE_2022 = ("megatron-2020", "sc21")
 """How sources of published runs begin that are older than Megatron-LM's `--no-async-tensor-model-parallel-allreduce`:
 until 2021 `copy_to_tensor_model_parallel_region` waited for the sum of gradients, which since then is sent beside the
-product of the weight's (github NVIDIA/Megatron-LM, megatron/mpu/layers.py: aed2f75 and 02bb1f5)."""
+product of the weight's (github NVIDIA/Megatron-LM, megatron/mpu/layers.py: aed2f75 and 02bb1f5). Sequence parallelism
+came with the latter."""
 PEAKS = "allocated", "reserved", "used"
 """Which memory was measured: what the allocator handed out, what it held, or all of the device that was in use."""
 NO_SOURCE = "(no source)"
@@ -194,7 +195,9 @@ COLUMNS: dict[str, CsvColumn] = {
     "measured_tokens_per_s_per_gpu": CsvColumn(_positive),
     "notes": CsvColumn(str, ""),
 }
-"""In the order of the file; other columns are ignored."""
+"""In the order of the file; other columns are ignored, but for those whose names are nearly one that is left out."""
+_FOR_THE_READER = ("gpus", "measured_tokens_per_s_per_gpu", "notes")
+"""Columns without which a row is predicted all the same."""
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Measurement]:
@@ -249,12 +252,19 @@ def _check_header(header: list[str], where: str) -> None:
     for column in COLUMNS:
         if column in header:
             continue
-        near = difflib.get_close_matches(column, [c for c in header if c not in COLUMNS], 1, 0.8)
+        others = [c for c in header if c not in COLUMNS] if column not in _FOR_THE_READER else []
+        near = difflib.get_close_matches(column, others, 1, 0.8)
         if near or COLUMNS[column].needed:
             hint = (
                 f"is it {near[0]!r}?" if near else f"needed are {', '.join(k for k, c in COLUMNS.items() if c.needed)}"
             )
             raise UsageError(f"{where}: no column {column!r}", hint)
+
+
+def reason_of(e: DistirError) -> str:
+    """An error as the reason why a row is not predicted: with what was meant, if its hint says that."""
+    meant, ends, _ = (e.hint or "").partition("?")
+    return f"{e.message}: {meant}?" if ends and meant.startswith("did you mean") else e.message
 
 
 class _CellError(DistirError):
@@ -289,7 +299,7 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
         try:
             setup = _setup(values)
         except DistirError as e:
-            reason = e.message
+            reason = reason_of(e)
     return Measurement(
         values["id"] or f"line {line}",
         values["source"] or NO_SOURCE,
@@ -310,7 +320,8 @@ def _runtime(values: Mapping[str, Any]) -> str:
     if own := _own_runtime(values["cluster"]):
         return own.name
     if values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3:
-        return "megatron+sync" if (values["source"] or "").startswith(_BEFORE_2022) else "megatron"
+        old = (values["source"] or "").lower().startswith(_BEFORE_2022) and not values["sequence_parallel"]
+        return "megatron+sync" if old else "megatron"
     compiled = _COMPILED in values["notes"]
     if values["model_family"] == "llama":
         if compiled and values["tp"] > 1 and _ASYNC.search(values["notes"]):

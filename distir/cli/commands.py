@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
+import tomllib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -147,8 +149,15 @@ def simulate(args: argparse.Namespace) -> None:
 
 def clusters(args: argparse.Namespace) -> None:
     """`distir clusters`."""
-    from distir.hardware import device_of, known_clusters, load_cluster
+    from distir.hardware import descriptions, device_of, known_clusters, known_parts, load_cluster
 
+    if args.name is not None:
+        files = descriptions(args.name)
+        if args.json:
+            print_json({what: tomllib.loads(text) for what, text in files.items()})
+        else:
+            print("\n".join([f"### {what}\n\n{text}" for what, text in files.items()]), end="")
+        return
     rows: list[dict[str, Any]] = []
     for name in known_clusters():
         topology = load_cluster(name)
@@ -184,7 +193,10 @@ def clusters(args: argparse.Namespace) -> None:
         )
         for row in rows
     ]
-    print("\n".join(aligned([head, *table])))
+    lines = aligned([head, *table])
+    lines += ["", "for cluster files of your own (`distir clusters NAME` prints any of these, with its sources):"]
+    lines += [textwrap.fill(f"{key}s {', '.join(x)}", 118, subsequent_indent="  ") for key, x in known_parts().items()]
+    print("\n".join(lines))
 
 
 def _teraflops(x: float) -> str:

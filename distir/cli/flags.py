@@ -140,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "passes", text, "programs.passes", "names, and the form each takes and gives")
     _opt(commands)
     _schedule(commands)
-    _command(commands, "clusters", "list the shipped clusters", "clusters", "bytes, FLOP/s, bytes/s")
+    text = "list the shipped clusters, or print one with the sources of its figures"
+    listed = _command(commands, "clusters", text, "clusters", "bytes, FLOP/s, bytes/s; of a NAME its files")
+    listed.add_argument("name", nargs="?", metavar="NAME", help="a shipped cluster, device, node or network")
     _bench(commands)
     _calibrate(commands)
     _plot(commands)

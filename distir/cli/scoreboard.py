@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from statistics import median
 
-from distir.api.accuracy import Accuracy, Scored
+from distir.api.accuracy import Accuracy, Scored, fits
 from distir.api.accuracy import accuracy as predict_all
 from distir.api.plot import accuracy_figure, format_of, save
 from distir.api.results import aligned, seconds
@@ -62,6 +62,8 @@ def _lines(found: Accuracy, each: bool) -> list[str]:
             reasons.setdefault(scored.reason, []).append(scored.row.id)
     if reasons:
         lines += ["", "not predicted:", *[f"  {reason}: {_named(ids)}" for reason, ids in reasons.items()]]
+    if large := [scored.row.id for scored in found.rows if not fits(scored)]:
+        lines += ["", f"predicted, but to need more memory than the devices have: {_named(large)}"]
     done = [scored for scored in found.rows if scored.predicted is not None]
     if done:
         build, price = (

@@ -76,7 +76,8 @@ class _Walk:
                 self._pass_on(op, plan, env)
             else:
                 for part in plan.parts:
-                    self._part(op, part, env, mb)
+                    if part.sources:  # else it is compute that is lost beside another part
+                        self._part(op, part, env, mb)
 
     def _call(self, op: Op, plan: Call, env: list[dict[Value, Needs]]) -> None:
         body: Function = plan.body.function
@@ -92,7 +93,7 @@ class _Walk:
             raise UsageError("a program with a host that sends its inputs is not exported", "leave the host out")
         message = self._messages
         self._messages += part.communicates
-        for c, stream in zip(part.classes, part.streams, strict=True):
+        for c, stream in zip(part.classes, part.lanes, strict=True):
             here, mine = env[c], self.found[c]
             needs = self._all(c, [here[v] for v in op.inputs if v in here])
             where = _where(op, c, part) if part.communicates or op.spec.route == "send" else None

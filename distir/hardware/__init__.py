@@ -71,6 +71,8 @@ _OF_A_NODE = 1 << 16
 """Limit on the devices of a node: a link may have a bandwidth for each number of them."""
 _LEAST_SHARE = 1e-6
 """Limit on shares of a peak or a bandwidth: below, seconds would overflow."""
+_PARTS = ("device", "node", "network")
+"""Parts of a cluster, which may have files of their own."""
 _PRODUCTS = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 """Types in which products have a peak: dtypes, tf32 and 8-bit floats."""
 
@@ -78,6 +80,33 @@ _PRODUCTS = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 def known_clusters() -> list[str]:
     """The names of the shipped clusters."""
     return sorted(p.stem for p in _FOLDER.glob("*.toml") if p.stem != "runtimes")
+
+
+def known_parts() -> dict[str, list[str]]:
+    """The names of the shipped devices, nodes and networks, of which a cluster file may name one each."""
+    return {key: sorted(p.stem for p in (_FOLDER / f"{key}s").glob("*.toml")) for key in _PARTS}
+
+
+def descriptions(name: str) -> dict[str, str]:
+    """The text of the file of a shipped cluster, device, node or network, which cites the sources of its figures; of a
+    cluster also of those that it names. By what they are, such as "device h100-sxm". Raises UsageError for an unknown
+    name."""
+    parts = known_parts()
+    if name in known_clusters():
+        text = (_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+        table: Mapping[str, Any] = tomllib.loads(text)
+        named = {key: table[key] for key in _PARTS if isinstance(table.get(key), str)}
+        return {f"cluster {name}": text, **{f"{key} {x}": _part_text(key, x) for key, x in named.items()}}
+    found = {f"{key} {name}": _part_text(key, name) for key, names in parts.items() if name in names}
+    if not found:
+        known = [*known_clusters(), *[x for names in parts.values() for x in names]]
+        listed = "distir clusters lists the names"
+        raise UsageError(f"unknown cluster {name!r}", did_you_mean(name.lower(), known, listed))
+    return found
+
+
+def _part_text(key: str, name: str) -> str:
+    return (_FOLDER / f"{key}s" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def device_of(cluster: str) -> str:
@@ -97,7 +126,9 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     if path.suffix != ".toml":
         path = _FOLDER / f"{name}.toml"
         if str(name) not in known_clusters():
-            near = did_you_mean(str(name), known_clusters())
+            near = did_you_mean(str(name).lower(), known_clusters())
+            if (key := next((k for k, names in known_parts().items() if str(name) in names), None)) is not None:
+                near = f'it is a {key}: a cluster file may say {key} = "{name}";'
             listed = f"known: {', '.join(known_clusters())}; or a .toml file"
             raise UsageError(f"unknown cluster {str(name)!r}", f"{near} {listed}" if near else listed)
     regular = _read(path)
@@ -234,9 +265,10 @@ def _own_runtime(root: _Table) -> Runtime:
     """The runtime that a cluster was measured with: its figures, or the name of a shipped one."""
     if not isinstance(name := root.get("runtime"), str):
         return _runtime("distir", root.table("runtime"))
-    if name not in known_runtimes():
-        raise root.error("runtime", f"unknown runtime {name!r} (known: {', '.join(known_runtimes())}; or a table)")
-    return load_runtime(name)
+    try:
+        return load_runtime(name)
+    except UsageError as e:
+        raise root.error("runtime", f"{e.message} ({e.hint}; or a table)") from None
 
 
 def known_runtimes() -> list[str]:
@@ -260,9 +292,11 @@ def load_runtime(name: str, own: Runtime | None = None) -> Runtime:
     shipped, (base, *variants) = _runtimes(), name.split("+")
     found = own if own is not None and own.name == base else shipped.get(base)
     if found is None or not VARIANTS.keys() >= set(variants) or len(set(variants)) < len(variants):
-        behind = " or ".join([f"+{variant}" for variant in VARIANTS])
-        known = f"known: {', '.join(sorted(shipped))}; or one of them and {behind}"
-        raise UsageError(f"unknown runtime {name!r}", known if base in shipped else did_you_mean(base, shipped, known))
+        behind = ", ".join([f"+{variant}" for variant in VARIANTS])
+        if found is not None:
+            raise UsageError(f"unknown runtime {name!r}", f"behind {base} may stand any of {behind}, each once")
+        known = f"known: {', '.join(sorted(shipped))}; behind them any of {behind}"
+        raise UsageError(f"unknown runtime {name!r}", did_you_mean(base, shipped, known))
     return _variant(found, *variants)
 
 
@@ -433,7 +467,7 @@ class _Table:
         if not isinstance(name := self.get(key), str):
             return self.table(key)
         folder = _FOLDER / f"{key}s"
-        known = sorted(p.stem for p in folder.glob("*.toml"))
+        known = known_parts()[key]
         if name not in known:
             raise self.error(key, f"unknown {key} {name!r} (known: {', '.join(known)}; or a table)")
         path = folder / f"{name}.toml"
@@ -444,7 +478,7 @@ class _Table:
         value = self.get(key, ())
         if not isinstance(value, list | tuple) or not all(isinstance(t, Mapping) for t in value):
             raise self.error(key, f"expected an array of tables, got {value!r}")
-        made = [_Table(self.path, f"{key}[{i}]", t) for i, t in enumerate(value)]
+        made = [_Table(self.path, f"{self.name}.{key}[{i}]".strip("."), t) for i, t in enumerate(value)]
         self.parts += made
         return made
 

@@ -54,6 +54,7 @@ BINDINGS = {
     "bubble": Binding(
         "the pipeline's bubble", "a larger batch, of more microbatches", ("pp", "microbatch", "schedule", "chunks")
     ),
+    "host": Binding("waiting for the host", "larger microbatches: the host launches fewer kernels", ("microbatch",)),
     "memory": Binding(
         "memory", "more GPUs: quicker plans of these do not fit", ("tp", "pp", "microbatch", "zero", "recompute")
     ),
@@ -115,7 +116,7 @@ class PlanRow:
         what = BINDINGS[self.binds]
         held = [name for name in what.settings if name in self.held]
         change = f"let {', '.join(held)} vary; {what.change}" if held else what.change
-        lost = losses(self.detail).get(self.binds) if self.detail is not None else None
+        lost = losses(self.detail, self.plan).get(self.binds) if self.detail is not None else None
         if lost is None:
             return f"is limited by {what.name}", change
         return f"loses most to {what.name}, {lost:.1%} of its step", change
@@ -137,7 +138,7 @@ class PlanRow:
     def exposed(self, axis: str) -> float:
         """The share of the step in which communication along an axis is exposed; see `column_of`. It is 0 where
         nothing is known."""
-        return losses(self.detail).get(axis, 0.0) if self.detail is not None else 0.0
+        return losses(self.detail, self.plan).get(axis, 0.0) if self.detail is not None else 0.0
 
     def cells(self, axes: Sequence[str]) -> tuple[str, ...]:
         """A row of the table, with a column for the communication along each of these axes."""
@@ -373,20 +374,21 @@ def _left(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"{line}  {row[-1]}" for line, row in zip(body, rows, strict=True)]
 
 
-def losses(detail: Detail) -> dict[str, float]:
-    """The shares of a step that are lost: to the bubble, and to communication by the axis to which it counts."""
-    found = {"bubble": detail.bubble}
+def losses(detail: Detail, plan: Plan) -> dict[str, float]:
+    """The shares of a step that are lost: while devices wait, in a pipeline to its bubble, else to the host; and to
+    communication by the axis to which it counts."""
+    found = {"bubble" if plan.stages.size > 1 else "host": detail.bubble}
     for axis, x in detail.exposed.items():
         name = column_of(axis)
         found[name] = found.get(name, 0.0) + x
     return found
 
 
-def what_binds(detail: Detail, memory: bool) -> str:
+def what_binds(detail: Detail, plan: Plan, memory: bool) -> str:
     """What limits a plan: `memory` if quicker ones do not fit; else the largest loss of its step, or compute."""
     if memory:
         return "memory"
-    lost = losses(detail)
+    lost = losses(detail, plan)
     most = max(lost, key=lost.__getitem__)
     return most if lost[most] >= _SLIGHT else "compute"
 

@@ -204,8 +204,8 @@ class _Result(NamedTuple):
 
         def row(x: Simulated, family: str | None, certain: bool) -> PlanRow:
             detail, outcome = self.details.get(x.candidate), x.outcome
-            binds = detail and what_binds(detail, short is not None and family is None)
             made = x.candidate.plan(setting.batch)
+            binds = detail and what_binds(detail, made, short is not None and family is None)
             figures = outcome.seconds, x.bound, outcome.memory, -outcome.over
             return PlanRow(made, *figures, detail, done, binds, family, certain, self.space.held)
 

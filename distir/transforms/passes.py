@@ -164,8 +164,7 @@ class BodyPasses(NamedTuple):
     @staticmethod
     def of(plan: Plan, *names: str) -> BodyPasses:
         """The passes of a plan: those named, or all."""
-        replicas = tuple([a.name for a in plan.sharding.along(BATCH)])
-        axes = {"bucket": bucketed_axes(plan), "prefetch": replicas}
+        axes = {"bucket": bucketed_axes(plan), "prefetch": sharding_axes(plan)}
         return BodyPasses(tuple([(name, axes[name]) for name in names or BODY_PASSES]), plan.bucket_mb * MIB)
 
     def __call__(self, body: Function, timed: bool) -> Function:
@@ -180,6 +179,11 @@ def bucketed_axes(plan: Plan) -> tuple[str, ...]:
     replicas, shards, further = (tuple([a.name for a in plan.sharding.along(s)]) for s in (BATCH, WEIGHTS, INPUTS))
     # with sequence parallelism gradients of norms and biases are also summed over the shards
     return replicas + further + (shards if plan.sequence_parallel else ())
+
+
+def sharding_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes along which weights of ZeRO 3 are sharded."""
+    return tuple([a.name for strategy in (BATCH, INPUTS) for a in plan.sharding.along(strategy)])
 
 
 def _bucket(body: Function, axes: Sequence[str], limit: float, timed: bool) -> Function:

@@ -46,7 +46,7 @@ def bars(simulation: Simulation, compute_only: bool = False) -> list[tuple[str, 
         for part, end in _parts(done):
             if part.duration:
                 kind = _communication(part) if part.communicates else kinds[done.op]
-                for s in part.streams:
+                for s in part.lanes:
                     found.setdefault(s, []).append(Bar(kind, microbatch, end - part.duration, part.duration))
     some = [s for s in found if not compute_only or program.streams[s][1] == COMPUTE]
     order = sorted(some, key=lambda s: _row_order(*program.streams[s]))

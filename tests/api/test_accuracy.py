@@ -444,6 +444,8 @@ def test_empty_cells(table) -> None:
         ({"model_family": "llama", "zero_stage": 1}, "megatron"),
         ({"source": "sc21-t2"}, "megatron+sync"),
         ({"source": "megatron-2020"}, "megatron+sync"),
+        ({"source": "SC21"}, "megatron+sync"),
+        ({"source": "sc21", "sequence_parallel": 1}, "megatron"),
         ({"source": "sc21-t2", "runtime": "megatron"}, "megatron"),
         ({"source": ""}, "megatron"),
         ({"zero_stage": 3}, "torch-eager"),

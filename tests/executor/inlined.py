@@ -94,8 +94,6 @@ class Inlined:
         self.events: list[tuple[str, float, float, str, str]] = []
         self.lost: list[tuple[Device, float, float]] = []
         """Compute lost beside collectives: where, when, and how much."""
-        self.awaited: dict[Device, float] = {}
-        """The seconds in which devices wait for collectives on the stream of compute."""
         self.flat: list[tuple[Op, tuple[object, ...], tuple[object, ...]]] = []
         self.several: set[int] = set()
         """Where in `flat` an op takes what a call is given as two operands: none is known to be the last."""
@@ -211,8 +209,7 @@ class Inlined:
                     pin, pout = ([v.type for v in x] for x in (product.inputs, product.outputs))
                     least = min(cost.compute(product.spec, product.attributes, pin, pout, d) for d in g)
                     seconds = cost.exposed(seconds, len(g), least * share)
-                stream = "compute" if self.waited(op) else axis_text(axis)
-                meets.append((seconds, [(d, stream) for d in g], list(g), list(g)))
+                meets.append((seconds, [(d, axis_text(axis)) for d in g], list(g), list(g)))
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):
                 link = cost.topology.link(a, b)
@@ -231,7 +228,8 @@ class Inlined:
         events = []
         for seconds, streams, sources, targets in meets:
             keys = list(dict.fromkeys((d, name if self.overlap else "compute") for d, name in streams))
-            start = max(self.clock.get(k, 0.0) for k in keys)
+            also = [(d, "compute") for d, _ in keys] if axis is not None and self.waited(op) else []
+            start = max(self.clock.get(k, 0.0) for k in (*keys, *also))
             start = max(
                 [
                     start,
@@ -240,10 +238,10 @@ class Inlined:
                 ]
             )
             for k in keys:
-                if not computes and k[1] == "compute":
-                    self.awaited[k[0]] = self.awaited.get(k[0], 0.0) + seconds
                 self.clock[k] = start + seconds
                 events.append((spec.name, start, seconds, repr(k[0]), k[1]))
+            for k in also:
+                self.clock[k] = start + seconds
             for v in op.outputs:
                 for d in targets:
                     times[v][d] = start + seconds
@@ -254,7 +252,7 @@ class Inlined:
         self.events += sorted(events, key=lambda e: order[e[3]])
 
     def waited(self, op: Op) -> bool:
-        """Whether a collective runs on the stream of compute."""
+        """Whether compute waits for a collective."""
         runtime = self.cost.runtime
         return runtime is not None and runtime.synchronous and is_of_a_microbatch(op.inputs[0])
 

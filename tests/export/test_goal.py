@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from distir.api import Plan
+from distir.api import Plan, load
 from distir.api.exporting import export
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.compile import CompiledProgram
@@ -133,6 +133,17 @@ def test_a_schedule_takes_the_simulators_time(plan: Plan, tmp_path: Path) -> Non
     want = simulated(function, plan, plan.size).seconds
     assert seconds(tmp_path / "x.goal") == pytest.approx(want, rel=0.01)
     assert [path.name for path in tmp_path.iterdir()] == ["x.goal"]
+
+
+def test_compute_that_is_lost_beside_a_collective_is_no_message(tmp_path: Path) -> None:
+    """On H100 a collective slows the compute beside it; here its groups are of several classes of devices."""
+    step = load("gpt:layers=2,hidden=48,heads=12,seq=16,batch=24,vocab=96", loss="cross-entropy")
+    plan, sent = Plan(dp=6, tp=2, order=("dp", "tp", "pp")), list[int]()
+    for cluster in ("dgx-h100", "dgx-v100"):
+        export(step, plan, tmp_path / cluster, "goal", cluster)
+        tasks, _ = read(tmp_path / f"{cluster}.goal")
+        sent.append(len(partners(tasks)))
+    assert sent[0] == sent[1] > 0
 
 
 def test_all_collectives(tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ from distir import Plan, load, simulate
 from distir.api.compilation import cost_model
 from distir.executor.cost_model.collective_cost import bus, collective
 from distir.executor.simulator import device_classes
-from distir.hardware import among, known_clusters, known_runtimes, load_cluster, load_runtime
+from distir.hardware import (
+    among,
+    descriptions,
+    known_clusters,
+    known_parts,
+    known_runtimes,
+    load_cluster,
+    load_runtime,
+)
 from distir.ir.communication import Wire
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.spec import lookup
@@ -161,7 +169,11 @@ def test_runtimes() -> None:
     for name in ("jax", "jax+fp8", "megatron+", "megatron+flash", "megatron+fp8+4bits", "megatron+fp8+fp8"):
         with pytest.raises(UsageError, match=f"unknown runtime {re.escape(repr(name))}"):
             load_runtime(name)
-    for name, hint in (("megatorn", "did you mean megatron?"), ("jax", "known: composer"), ("megatron+fp9", "known: ")):
+    for name, hint in (
+        ("megatorn", "did you mean megatron?"),
+        ("jax", "known: composer"),
+        ("megatron+fp9", "behind megatron may stand any of +fp8, +flash2, +sync, each once"),
+    ):
         with pytest.raises(UsageError) as e:
             load_runtime(name)
         assert (e.value.hint or "").startswith(hint)
@@ -226,6 +238,31 @@ def test_a_cluster_may_name_the_runtime_it_was_measured_with(tmp_path: Path) -> 
     file.write_text(GOOD.replace('name = "test"', 'name = "test"\nruntime = "jax"'))
     with pytest.raises(UsageError, match=r"runtime: unknown runtime 'jax' \(known: composer, .*; or a table\)"):
         load_cluster(file)
+    file.write_text(GOOD.replace('name = "test"', 'name = "test"\nruntime = "megatron+sync"'))
+    assert load_cluster(file).regular.runtime == load_runtime("megatron+sync")  # type: ignore[union-attr]
+
+
+def test_the_files_of_a_cluster_and_its_parts() -> None:
+    """Each with its source, as it is shipped."""
+    files = descriptions("dgx-h100")
+    assert list(files) == ["cluster dgx-h100", "device h100-sxm", "node nvlink4", "network infiniband-ndr"]
+    assert all("source = " in text for text in files.values())
+    assert [list(descriptions(name)) for name in ("h100-pcie", "xgmi")] == [["device h100-pcie"], ["node xgmi"]]
+    for names in known_parts().values():
+        for name in names:
+            assert all("source = " in text for text in descriptions(name).values()), name
+    with pytest.raises(UsageError, match="unknown cluster 'dgx-h10'") as e:
+        descriptions("dgx-h10")
+    assert e.value.hint == "did you mean dgx-h100?"
+
+
+def test_what_is_no_cluster_but_a_part_of_one() -> None:
+    with pytest.raises(UsageError, match="unknown cluster 'h100-pcie'") as e:
+        load_cluster("h100-pcie")
+    assert (e.value.hint or "").startswith('it is a device: a cluster file may say device = "h100-pcie"; known: ')
+    with pytest.raises(UsageError) as e:
+        load_cluster("DGX-H100")
+    assert (e.value.hint or "").startswith("did you mean dgx-h100?")
 
 
 def test_near_devices_of_a_node(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from distir.ir.errors import InfeasibleError, UsageError
 from distir.search.best_first import search
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate, examine
-from distir.search.plan_table import BINDINGS
+from distir.search.plan_table import BINDINGS, what_binds
 from distir.search.planning import plan
 from distir.search.simulating import Simulators
 from distir.search.space import RULES, SETTINGS, Candidate, space
@@ -268,7 +268,13 @@ def test_what_to_change_is_no_setting_that_was_tried():
     assert replace(row, binds="dp").limit == (dp, change)
     assert replace(row, binds="dp", held=("zero", "chunks")).limit == (dp, f"let zero vary; {change}")
     bubble = "loses most to the pipeline's bubble, 6.2% of its step"
-    assert replace(row, binds="bubble").limit == (bubble, BINDINGS["bubble"].change)
+    piped = replace(row, plan=distir.Plan(pp=2, microbatches=2))
+    assert replace(piped, binds="bubble").limit == (bubble, BINDINGS["bubble"].change)
+    assert what_binds(row.detail._replace(exposed={}, bubble=0.25), piped.plan, False) == "bubble"
+    host = "loses most to waiting for the host, 6.2% of its step"
+    alone = replace(row, plan=distir.Plan(dp=2))
+    assert replace(alone, binds="host").limit == (host, BINDINGS["host"].change)
+    assert what_binds(row.detail._replace(exposed={}, bubble=0.25), alone.plan, False) == "host"
     assert replace(row, binds="compute").limit == ("is limited by compute", BINDINGS["compute"].change)
     assert {name for b in BINDINGS.values() for name in b.settings} <= set(SETTINGS)
 

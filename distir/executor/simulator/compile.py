@@ -328,7 +328,6 @@ class CompiledProgram:
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             parts = list[OpPart]()
             waited = self._synchronous and is_of_a_microbatch(op.inputs[0])
-            stream = COMPUTE if waited else axis_text(axis)
             for p in self.classes.peers[ins[0].device, axis]:  # type: ignore[index]
                 sent = (in_8_bits(ins), in_8_bits(outs)) if eight.sent else (ins, outs)
                 if times > 1:
@@ -337,8 +336,9 @@ class CompiledProgram:
                 if partner is not None and self.overlap:
                     least = min([self._seconds(partner, cost, c) for c in p.classes])
                     seconds = cost.exposed(alone, p.group.size, least * share)
-                where = [(c, stream, None) for c in p.classes]
-                parts.append(self._part(op, seconds, where, devices=p.group.size, communicates=True))
+                where = [(c, axis_text(axis), None) for c in p.classes]
+                beside_it = [self.stream(c, COMPUTE) for c in p.classes] if waited else []
+                parts.append(self._part(op, seconds, where, devices=p.group.size, communicates=True, busy=beside_it))
                 hidden = partner is not None or (beside and not waited)
                 if hidden and self.overlap and (lost := cost.beside(alone, p.group)):
                     parts += [self._lost(lost, c) for c in p.classes]
@@ -374,10 +374,11 @@ class CompiledProgram:
         devices: int = 1,
         chained: Fused = UNFUSED,
         communicates: bool = False,
+        busy: Sequence[int] = (),
     ) -> OpPart:
         """A part on a stream of each class; `ends` are those where its operands and its results are, by default each.
 
-        `devices` take part in it.
+        `devices` take part in it; the streams in `busy` wait for it, too.
         """
         streams = [self.stream(*w) for w in where]
         classes = tuple([c for c, _, _ in where])
@@ -390,7 +391,8 @@ class CompiledProgram:
         if issue or (self._issued and self._host != HOST):  # a call is added to the first part that is issued
             hosts = [self.stream(c, self._host) for c in dict.fromkeys(classes)]
             issues = tuple([(host, issue) for host in hosts])
-        on, streams = frozenset(streams), tuple(dict.fromkeys(streams))
+        streams = tuple(dict.fromkeys([*streams, *busy]))
+        on = frozenset(streams)
         return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues)
 
     def _lost(self, seconds: float, c: int) -> OpPart:

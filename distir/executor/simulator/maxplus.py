@@ -30,7 +30,8 @@ Slots = tuple[int, ...]
 
 
 class OpPart(NamedTuple):
-    """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each.
+    """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each, and others
+    that wait for it.
 
     `issues` are those of its hosts. A part without `sources` is compute that is lost beside communication.
     """
@@ -43,6 +44,11 @@ class OpPart(NamedTuple):
     communicates: bool
     on: frozenset[int]
     issues: Issues | None = None
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The stream of each class on which the op is shown."""
+        return self.streams[: len(self.classes)]
 
 
 class OpPlan(NamedTuple):

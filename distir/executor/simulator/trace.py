@@ -180,7 +180,7 @@ class Trace(Sequence[Event]):
         if plan.parts:
             part_of = {}
             for part, end in zip(plan.parts, times, strict=True):
-                for s in part.streams if part.sources else ():  # no event of compute that is lost beside it
+                for s in part.lanes if part.sources else ():  # no event of compute that is lost beside it
                     part_of[streams[s][0]] = (max(end - part.duration, 0.0), part.duration, streams[s][1])
         else:
             result_classes = [c for group in plan.classes for c in group]
@@ -258,7 +258,7 @@ def _slices(
             continue
         start = end - part.duration
         transfers = part.sources != part.targets
-        for s in part.streams:
+        for s in part.lanes:
             side = (SEND if program.streams[s][0] in part.sources else RECV) if transfers else None
             yield {
                 **_thread(program, s),

@@ -172,7 +172,8 @@ def training_step(
     forward = with_batch_statistics(fuse(with_loss(function, loss, output)))
     forward = with_dropout(forward, settings.dropout_seed)
     if grad_dtype not in (Float32, precision):
-        raise UsageError(f"gradients are accumulated in float32 or in the precision, {precision}; got {grad_dtype}")
+        message = f"gradients are accumulated in f32 or in the precision, {precision}; got {grad_dtype}"
+        raise UsageError(message, f"set the precision to {grad_dtype}, too")
     forward = forward if precision is Float32 else mixed_precision(forward, precision)
     forward = with_scaled_loss(forward) if precision is Float16 else forward
     target = forward.outputs[-1]

@@ -56,7 +56,8 @@ def prefetch(function: Function, axis: AxisNames, limit: float) -> Function:
 
 
 def _units(function: Function, axis: AxisNames, limit: float) -> list[list[Op]]:
-    """The gathers of a body's inputs and of views of them, in program order, in units."""
+    """The gathers of a body's weights, inputs that are the same for all microbatches, and of views of them, in program
+    order, in units."""
     given = set(function.inputs)
     units: list[list[Op]] = []
     room = False
@@ -66,7 +67,7 @@ def _units(function: Function, axis: AxisNames, limit: float) -> list[list[Op]]:
         if op.spec.alias and given.issuperset(op.inputs):
             given.update(op.outputs)
         t = op.outputs[0].type if op.spec in GATHERS and op.attributes["axis"] == axis else None
-        if not isinstance(t, Tensor) or not given.issuperset(op.inputs):
+        if not isinstance(t, Tensor) or t.over_time.dim is not None or not given.issuperset(op.inputs):
             continue
         if not room or (t.dtype, t.device) != kind:
             units.append([])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import distir
 from distir.executor.cost_model.seconds import work
 from distir.executor.simulator import busy
-from distir.executor.simulator.labels import COMPUTE, SEND, axis_text
+from distir.executor.simulator.labels import COMPUTE, SEND
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.step_parts import (
     BELOW_PEAK,
@@ -28,8 +28,7 @@ from distir.executor.simulator.step_parts import (
     step_parts,
 )
 from distir.executor.simulator.trace import VIEW, expand_model
-from distir.ir import Op, Role
-from distir.ir.device import AxisNames
+from distir.ir import Role
 from distir.ir.errors import InfeasibleError
 from distir.ir.type import Float32, Tensor
 from distir.transforms.differentiation.training import SGD, training_step
@@ -44,18 +43,10 @@ def gpt() -> distir.Model:
     return distir.load(GPT, loss="cross-entropy", optimizer="adamw")
 
 
-def axis_of(simulation: Simulation, op: Op) -> AxisNames | None:
-    """The mesh axis along which an op communicates."""
-    cost, types = simulation.program.cost, [v.type for v in op.inputs]
-    return cost.collective_axis(op.spec, op.attributes, types) if types else None
-
-
 def exposed_in_trace(simulation: Simulation, c: int) -> dict[str, float]:
     """The seconds in which a device of a class communicates and does not compute, by stream, from its events."""
     device = repr(simulation.program.classes.first[c])
-    events = [e for e in simulation.trace if e.pid == device and e.tid != VIEW and e.dur]
-    sent = {e.op: axis_text(a) for e in events if (a := axis_of(simulation, e.op)) is not None}
-    spans = [(e.ts, e.ts + e.dur, sent.get(e.op, e.tid)) for e in events]  # a runtime may wait for what it sends
+    spans = [(e.ts, e.ts + e.dur, e.tid) for e in simulation.trace if e.pid == device and e.tid != VIEW and e.dur]
     edges = sorted({t for a, b, _ in spans for t in (a, b)})
     found: dict[str, float] = {}
     for a, b in pairwise(edges):
