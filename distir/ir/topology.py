@@ -192,6 +192,8 @@ class Group(NamedTuple):
     inter: Link | None = None
     algorithms: tuple[Algorithm, ...] = ()
     measured: tuple[Measured, ...] = ()
+    inside: tuple[Algorithm, ...] = ()
+    """Of a group on several nodes, the algorithms inside one of them."""
 
 
 class Residuals(NamedTuple):
@@ -601,7 +603,8 @@ def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:
     algorithms = r.over_nodes if nodes > 1 and r.over_nodes else r.algorithms
     measured = r.measured if nodes == 1 else ()
     between = (r.rail_link or r.inter) if nodes > 1 else None
-    return Group(size, nodes, per_node, r.intra, between, algorithms, measured)
+    inside = r.algorithms if nodes > 1 and per_node > 1 else ()
+    return Group(size, nodes, per_node, r.intra, between, algorithms, measured, inside)
 
 
 def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:

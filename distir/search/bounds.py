@@ -348,7 +348,14 @@ def replica_axes(c: Candidate) -> list[AxisNames]:
 @cache
 def slope(name: str, groups: tuple[Group, ...]) -> float:
     """Seconds a byte below which no collective of that name is; 0 where these are measured."""
+    return least_seconds_of(name, _HUGE, groups) / _HUGE
+
+
+@cache
+def least_seconds_of(name: str, size: float, groups: tuple[Group, ...]) -> float:
+    """Seconds that a collective of that name takes at least for a whole value of so many bytes; 0 where it is
+    measured."""
     if any([group.measured for group in groups]):
         return 0.0
     wire = wire_of(lookup(name))
-    return min([collective(wire, _HUGE, group) / _HUGE for group in groups], default=0.0) * ROUNDING
+    return min([collective(wire, size, group) for group in groups], default=0.0) * ROUNDING

@@ -26,7 +26,7 @@ from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
 from distir.ir.topology import Group
 from distir.ir.type import Type
-from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
+from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, least_seconds_of, slope
 from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas, StagePrograms
 from distir.search.exact import Setting
 from distir.search.placed_program import PlacedProgram
@@ -122,7 +122,7 @@ class Cuts:
         if cut not in self._as_programs:
             self._as_programs[cut] = CutStages(self._programs, cut)
         stages = self._as_programs[cut]
-        replicas = self._among_replicas(c, stages, sized)
+        replicas, groups = self._among_replicas(c, stages, sized)
         handed = _followed(stages, seconds, sized)
         known: dict[object, CellWork] = {}
 
@@ -133,7 +133,7 @@ class Cuts:
             rows, given, out = stages.passes[word, s], handed.get((word, before)), handed[word, s]
             key = id(rows), given and given.used, out and out.made, once, gathered, reduced, adds
             if key not in known:
-                moves = _stream(once, gathered, reduced, adds)
+                moves = _stream(once, gathered, reduced, adds, groups)
                 known[key] = _cell(rows, seconds, moves, given and given.used, out and out.made)
             return known[key]._replace(sent=0.0 if out is None else float(sized(out.type).bytes))
 
@@ -214,10 +214,12 @@ class Cuts:
             self._seconds[key] = [_taken(kind, self.setting.cost, along, sized, repeated) for kind in self._kinds]
         return self._seconds[key]
 
-    def _among_replicas(self, c: Candidate, stages: CutStages, sized: Sized) -> Replicas[_Move]:
-        """What the replicas' stream gathers and reduces."""
+    def _among_replicas(
+        self, c: Candidate, stages: CutStages, sized: Sized
+    ) -> tuple[Replicas[_Move], tuple[Group, ...]]:
+        """What the replicas' stream gathers and reduces, and the groups that do."""
         if c.dp == 1 or not self._replicated:
-            return Replicas({}, {})
+            return Replicas({}, {}), ()
         sent = {axis: sum([n * sized(t).bytes for t, n in rows.items()]) for axis, rows in self._sent.items()}
         axis = max(sent, key=lambda axis: sent[axis])  # each has a stream, of which only this one is followed
         groups = groups_along(c, self.setting.cost, axis)
@@ -226,7 +228,7 @@ class Cuts:
             known = sized(t)
             return _Move(slope(name, groups) * known.bytes, known, summed)
 
-        return stages.replicas(axis, move)
+        return stages.replicas(axis, move), tuple(groups)
 
 
 def _least_shares(c: Candidate) -> HeldShares:
@@ -306,23 +308,25 @@ class _Stream(NamedTuple):
 _STILL = _Stream({}, {}, (), ())
 
 
-def _stream(once: _Moves, gathered: _Moves, reduced: _Moves, adds: bool) -> _Stream:
+def _stream(once: _Moves, gathered: _Moves, reduced: _Moves, adds: bool, groups: tuple[Group, ...]) -> _Stream:
     """As `prefetch` has it: gathers in units, each issued before the first op that needs the unit before it."""
     needs = {place: k for k, (place, _) in enumerate(once)}
     issued = {-1: [x.seconds for _, x in once]} if once else {}
-    units: list[tuple[int, float]] = []
+    units: list[tuple[int, float, int]] = []
+    """Place, seconds of its gathers one by one at full speed, bytes."""
     kind: object = None
     size = math.inf
     for place, (seconds, t, _) in gathered:
         new = t.dtype, t.device  # type: ignore[union-attr]
         if size >= BUCKET_MB * MIB or new != kind:
-            units.append((place, 0.0))
+            units.append((place, 0.0, 0))
             kind, size = new, 0
-        units[-1] = units[-1][0], units[-1][1] + seconds
+        units[-1] = units[-1][0], units[-1][1] + seconds, units[-1][2] + t.bytes
         needs[place] = len(once) + len(units) - 1
         size += t.bytes
-    for k, (_, x) in enumerate(units):
-        issued.setdefault(units[max(0, k - 1)][0], []).append(x)
+    for k, (_, x, n) in enumerate(units):
+        unit = max(x, least_seconds_of("MPIAllgather", n, groups))
+        issued.setdefault(units[max(0, k - 1)][0], []).append(unit)
     added = [(place, x.seconds) for place, x in reduced if adds and x.summed]
     return _Stream(issued, needs, [(place, x.seconds) for place, x in reduced], added)
 

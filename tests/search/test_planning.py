@@ -262,7 +262,8 @@ def test_with_one_microbatch_zero_2_differs_where_stages_share_a_weight():
 def test_what_to_change_is_no_setting_that_was_tried():
     row = plan(trained(), "dgx-a100", 2, top=1).rows[0]
     assert row.detail is not None
-    row = replace(row, detail=row.detail._replace(exposed={"dp": 0.25, "cp+dp": 0.125, "tp": 0.5}, bubble=0.0625))
+    detail = row.detail._replace(exposed={"dp": 0.25, "cp+dp": 0.125, "tp": 0.5}, bubble=0.0625)
+    row, waits = replace(row, detail=detail), detail._replace(exposed={}, bubble=0.25)
     change = BINDINGS["dp"].change
     dp = "loses most to data-parallel communication, 37.5% of its step"
     assert replace(row, binds="dp").limit == (dp, change)
@@ -270,11 +271,11 @@ def test_what_to_change_is_no_setting_that_was_tried():
     bubble = "loses most to the pipeline's bubble, 6.2% of its step"
     piped = replace(row, plan=distir.Plan(pp=2, microbatches=2))
     assert replace(piped, binds="bubble").limit == (bubble, BINDINGS["bubble"].change)
-    assert what_binds(row.detail._replace(exposed={}, bubble=0.25), piped.plan, False) == "bubble"
+    assert what_binds(waits, piped.plan, False) == "bubble"
     host = "loses most to waiting for the host, 6.2% of its step"
     alone = replace(row, plan=distir.Plan(dp=2))
     assert replace(alone, binds="host").limit == (host, BINDINGS["host"].change)
-    assert what_binds(row.detail._replace(exposed={}, bubble=0.25), alone.plan, False) == "host"
+    assert what_binds(waits, alone.plan, False) == "host"
     assert replace(row, binds="compute").limit == ("is limited by compute", BINDINGS["compute"].change)
     assert {name for b in BINDINGS.values() for name in b.settings} <= set(SETTINGS)
 

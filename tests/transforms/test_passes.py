@@ -12,7 +12,7 @@ from distir.ir.errors import UsageError
 from distir.transforms.parallel3d import distribute
 from distir.transforms.passes import DISTRIBUTED, PASSES, PLACED, SEQUENTIAL, PassContext, form_of, run_passes
 from distir.transforms.pipeline.bucket import GATHERS
-from distir.transforms.plan import Plan
+from distir.transforms.plan import InputSplit, Plan
 from distir.transforms.relocate import devices_of, relocate
 from tests.transforms.programs import ADAMW, error, gpt2_tiny, imported_mlp, run, small_gpt
 
@@ -63,8 +63,11 @@ def test_weights_that_a_further_axis_shards_are_gathered_ahead_in_units() -> Non
     """As those that replicas shard: ZeRO 3 over two devices that split the sequence."""
     model = distir.load("gpt:layers=4,hidden=32,heads=2,vocab=64,seq=16,batch=4", loss="cross-entropy")
     gathers: list[int] = []
-    for shards in ({"dp": 2}, {"split": ("cp=2:*.1",)}):
-        program = distir.distribute(model, Plan(zero=3, bucket_mb=0.02, **shards))
+    for plan in (
+        Plan(2, zero=3, bucket_mb=0.02),
+        Plan(split=(InputSplit("cp", 2, (("*", 1),)),), zero=3, bucket_mb=0.02),
+    ):
+        program = distir.distribute(model, plan)
         forward = next(f for f in program.callees() if f.name == "fwd0")
         gathers.append(sum(op.spec in GATHERS for op in forward.ops))
     assert gathers[1] == gathers[0] + 2 * 4  # and keys and values of each layer

@@ -19,8 +19,9 @@ The group has n devices on N nodes; S is the size in bytes of the whole value th
     broadcast, reduce   S / B + (n-1) steps: a ring, pipelined in small pieces
     scatter, gather     the root's transfers one after the other, and one latency
 
-`intra` and `inter` are step latencies; an algorithm that saturates hides its latency (`Algorithm.seconds`). The fastest
-algorithm counts. If a topology has none, a ring with the latencies of the links is assumed.
+What goes around a group takes at least what it takes among the group's devices of one node, which have as much to send
+each other. `intra` and `inter` are step latencies; an algorithm that saturates hides its latency (`Algorithm.seconds`).
+The fastest algorithm counts. If a topology has none, a ring with the latencies of the links is assumed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ def _ring_latency(a: Algorithm, group: Group, rounds: int) -> float:
 
 def collective(wire: Wire, size: float, group: Group) -> float:
     """Seconds of a collective on a whole value of `size` bytes: the minimum over its patterns."""
-    return min([s for pattern in wire.patterns for s in _PATTERNS[pattern](wire, size, group)])
+    seconds = min([s for pattern in wire.patterns for s in _PATTERNS[pattern](wire, size, group)])
+    if group.nodes > 1 and group.per_node > 1 and _AROUND.issuperset(wire.patterns):
+        n = group.per_node
+        seconds = max(seconds, collective(wire, size, Group(n, 1, n, group.intra, None, group.inside)))
+    return seconds
 
 
 def _ring(wire: Wire, size: float, group: Group) -> list[float]:
@@ -101,6 +106,10 @@ def _next(wire: Wire, size: float, group: Group) -> list[float]:
 
 
 _PATTERNS = {"ring": _ring, "tree": _tree, "in-network": _in_network, "pairs": _pairs, "next": _next}
+
+
+_AROUND = frozenset(["ring", "tree", "in-network"])
+"""Patterns by which devices of a node have as much to send each other if the group has more nodes."""
 
 
 def pipelined(size: float, links: Iterable[tuple[int, Link]]) -> float:

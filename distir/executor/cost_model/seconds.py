@@ -254,9 +254,14 @@ class CostModel:
     def beside(self, seconds: float, group: Group) -> float:
         """Seconds that compute beside a collective of a group loses, if the collective takes so many, quantized.
 
-        Source: Calculon (Isaev et al., SC'23): a share of the time of the network ("processor_usage").
+        Source: Calculon (Isaev et al., SC'23): a share of the time of the network ("processor_usage"). In a group on
+        several nodes the links inside them are in use for a part of it: at the rate of the slower of both. The greater
+        share counts.
         """
-        return quantize(seconds * (group.inter or group.intra).slows)
+        if group.inter is None:
+            return quantize(seconds * group.intra.slows)
+        in_use = cost.bus(group) / group.intra.collective(group.per_node) if group.per_node > 1 else 0.0
+        return quantize(seconds * max(group.intra.slows * in_use, group.inter.slows))
 
     def transfer(self, ins: Types, link: Link) -> float:
         """Seconds of a Send over a link, quantized.

@@ -12,7 +12,7 @@ import pytest
 from distir.api import calibration_runs
 from distir.executor.cost_model import collective_cost as cost
 from distir.executor.cost_model.seconds import QUANTUM, CostModel, computed_in, product_of, quantize, wire_of, work
-from distir.hardware import load_cluster
+from distir.hardware import known_clusters, load_cluster
 from distir.ir import FunctionMaker, Mesh, Topology
 from distir.ir.spec import lookup
 from distir.ir.tiles import Tiles
@@ -280,6 +280,18 @@ def test_rings_over_nodes_leave_a_node_by_as_many_links_as_they_have_devices_the
     assert allreduce(size, ACROSS) == pytest.approx(2 * size * 7 / 8 / 4e9 + steps)
     assert allreduce(size, SPARSE) == pytest.approx(2 * size * 7 / 8 / 1e9 + 2 * 7 * 5e-6)
     assert alltoall(size, SPARSE) == pytest.approx(size * 7 / 8 / 1e9 + 7 * 5e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in known_clusters() if "cpu" not in n])
+def test_more_nodes_are_no_quicker(name: str) -> None:
+    """What goes around whole nodes takes as long as among the devices of one, at least, whatever its size."""
+    cluster = load_cluster(name, nodes=8)
+    assert cluster.regular is not None
+    groups = [cluster.group(cluster.devices[: n * cluster.regular.per_node]) for n in (1, 2, 8)]
+    for collective in (allreduce, allgather):
+        for size in (1e3, 1e5, 1e7, 1e9):
+            one, *more = [collective(size, group) for group in groups]
+            assert min(more) >= one, (collective, size)
 
 
 def test_passing_on_costs_a_message_over_the_slowest_link() -> None:

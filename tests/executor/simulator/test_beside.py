@@ -49,8 +49,13 @@ def simulated(share: float, waits: bool, nodes: int = 1, overlap: bool = True) -
     return found, next(e.dur for e in found.trace if e.name == "MPIAllreduce")
 
 
-@pytest.mark.parametrize(("nodes", "share"), [(1, SHARE), (2, SHARE / 2)])
-def test_compute_beside_a_collective_loses_a_share_of_its_time(nodes: int, share: float) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_compute_beside_a_collective_loses_a_share_of_its_time(nodes: int) -> None:
+    """Over nodes the network limits the rate at which the links inside of them are used."""
+    regular = cluster(0.0).regular
+    assert regular is not None
+    share = SHARE if nodes == 1 else SHARE * 8 * regular.inter.collective(8) / regular.intra.collective(8)
+    assert SHARE / 2 < share <= SHARE
     before, seconds = simulated(0.0, waits=False, nodes=nodes)
     after, same = simulated(SHARE, waits=False, nodes=nodes)
     assert seconds == same > 0
@@ -73,6 +78,14 @@ def test_a_collective_is_waited_for_where_its_result_is_first_used() -> None:
 
 
 def test_a_share_is_read_from_the_cluster() -> None:
-    regular = load_cluster("dgx-h100").regular
+    """Whole nodes, and one device of each."""
+    topology = load_cluster("dgx-h100", nodes=2)
+    regular = topology.regular
     assert regular is not None
     assert (regular.intra.slows, regular.inter.slows) == (0.15, 0.02)
+    cost = CostModel(topology)
+    d = topology.devices
+    groups = [topology.group(devices) for devices in (d[:8], d, [*d[:2], *d[8:10]], d[::8])]
+    two = 0.15 * 2 * regular.inter.collective(2) / regular.intra.collective(2)
+    assert 0.02 < two < 0.15
+    assert [cost.beside(1.0, group) for group in groups] == pytest.approx([0.15, 0.15, two, 0.02])
