@@ -26,10 +26,12 @@ def join_masked_writes(graph: onnx.GraphProto) -> None:
     made = {name: node for node in graph.node for name in node.output}
     replaced: list[str] = []
     for node in graph.node:
-        if node.op_type == "ScatterND" and not node.attribute and (found := _operands(node, made)) is not None:
+        replaces = node.op_type == "ScatterND" and all([a.s == b"none" for a in node.attribute])
+        if replaces and (found := _operands(node, made)) is not None:
             replaced += node.input[1:]
             node.op_type, node.domain = MASKED_WRITE, OWN
             node.input[:] = [node.input[0], *found]
+            del node.attribute[:]
     if replaced:
         _drop(graph, replaced, made)
 

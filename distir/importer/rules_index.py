@@ -184,11 +184,13 @@ def _masked_write(n: Node) -> Result:
     column = (*over, *[1] * len(rest))
     if (*over, *rest) != shape or expanded != shape or of not in (over, column):
         raise n.error(f"a mask of shape {of} does not fit data of shape {shape}")
-    lead = len(given) - len(rest)
-    if lead > 0 and math.prod(given[:lead]) != 1:
+    own = given[max(len(given) - len(rest), 0) :]
+    if any(a not in (1, b) for a, b in zip(own, rest[len(rest) - len(own) :], strict=True)):
+        raise n.error(f"a tensor of shape {given} does not fit what is selected, of shape {rest}")
+    if math.prod(given) != math.prod(own):
         message = f"a tensor of shape {given} is assigned to what a mask selects of shape {shape}"
         raise n.error(f"{message}: only what is the same wherever the mask is true can be", INSTEAD["NonZero"])
-    mask, x = n.reshape(n.operand(1), column), n.reshape(n.operand(2), given[max(lead, 0) :])
+    mask, x = n.reshape(n.operand(1), column), n.reshape(n.operand(2), own)
     mask = mask if tensor(mask).dtype is Bool else n.emit("Cast", mask, to=Bool)
     if tensor(h).dtype is Bool:
         h, x = n.emit("Cast", h, to=UInt8), n.emit("Cast", x, to=UInt8)

@@ -130,8 +130,13 @@ def saved(model: onnx.ModelProto, folder: Path) -> Path:
     return folder / "scatter.onnx"
 
 
-def test_the_form_is_that_of_the_exporter(tmp_path: Path) -> None:
-    file = saved(scatter(lambda nodes: None), tmp_path)
+def plain(nodes: dict[str, onnx.NodeProto]) -> None:
+    nodes["scatter"].attribute.append(helper.make_attribute("reduction", "none"))
+
+
+@pytest.mark.parametrize("change", [lambda nodes: None, plain], ids=["", "reduction"])
+def test_the_form_is_that_of_the_exporter(change, tmp_path: Path) -> None:
+    file = saved(scatter(change), tmp_path)
     function, _ = import_from_onnx(file)
     assert [op.spec.name for op in function.ops] == ["Where"]
     rng = np.random.default_rng(0)
@@ -170,6 +175,13 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"a mask of shape \(4, 1\) does not fit data of shape \(4, 6\)"):
         import_from_onnx(saved(scatter(of_no_rows), tmp_path))
+
+
+def test_what_is_larger_than_what_is_selected_is_refused(tmp_path: Path) -> None:
+    model = scatter(lambda nodes: None)
+    model.graph.input[3].type.tensor_type.shape.dim[0].dim_value = 2 * WIDTH
+    with pytest.raises(ModelError, match=r"a tensor of shape \(12,\) does not fit what is selected, of shape \(6,\)"):
+        import_from_onnx(saved(model, tmp_path))
 
 
 def test_positions_that_are_needed_elsewhere_stay(tmp_path: Path) -> None:
