@@ -226,7 +226,7 @@ class Cuts:
 
         def move(name: str, t: Type, summed: bool) -> _Move:
             known = sized(t)
-            return _Move(slope(name, groups) * known.bytes, known, summed)
+            return _Move(slope(name, groups) * known.bytes, known, summed, name)
 
         return stages.replicas(axis, move), tuple(groups)
 
@@ -282,12 +282,13 @@ def _taken(kind: RunOp | None, cost: CostModel, along: GroupsAlong, sized: Sized
 
 
 class _Move(NamedTuple):
-    """The seconds that a gather or a reduction takes, the type of what it moves, and whether the result of each
-    microbatch is added to a sum."""
+    """The seconds that a gather or a reduction takes, the type of what it moves, whether the result of each microbatch
+    is added to a sum, and the name of the op."""
 
     seconds: float
     type: Type
     summed: bool
+    name: str
 
 
 _Moves = Moves[_Move]
@@ -312,20 +313,20 @@ def _stream(once: _Moves, gathered: _Moves, reduced: _Moves, adds: bool, groups:
     """As `prefetch` has it: gathers in units, each issued before the first op that needs the unit before it."""
     needs = {place: k for k, (place, _) in enumerate(once)}
     issued = {-1: [x.seconds for _, x in once]} if once else {}
-    units: list[tuple[int, float, int]] = []
-    """Place, seconds of its gathers one by one at full speed, bytes."""
+    units: list[tuple[int, float, int, str]] = []
+    """Place, seconds of its gathers one by one at full speed, bytes, the name of the op."""
     kind: object = None
     size = math.inf
-    for place, (seconds, t, _) in gathered:
+    for place, (seconds, t, _, name) in gathered:
         new = t.dtype, t.device  # type: ignore[union-attr]
         if size >= BUCKET_MB * MIB or new != kind:
-            units.append((place, 0.0, 0))
+            units.append((place, 0.0, 0, name))
             kind, size = new, 0
-        units[-1] = units[-1][0], units[-1][1] + seconds, units[-1][2] + t.bytes
+        units[-1] = units[-1][0], units[-1][1] + seconds, units[-1][2] + t.bytes, name
         needs[place] = len(once) + len(units) - 1
         size += t.bytes
-    for k, (_, x, n) in enumerate(units):
-        unit = max(x, least_seconds_of("MPIAllgather", n, groups))
+    for k, (_, x, n, name) in enumerate(units):
+        unit = max(x, least_seconds_of(name, n, groups))
         issued.setdefault(units[max(0, k - 1)][0], []).append(unit)
     added = [(place, x.seconds) for place, x in reduced if adds and x.summed]
     return _Stream(issued, needs, [(place, x.seconds) for place, x in reduced], added)

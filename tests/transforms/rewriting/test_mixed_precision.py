@@ -178,7 +178,7 @@ def test_what_cannot_be_mixed() -> None:
         training_step(with_dtype(function, Float64), precision=BFloat16)
     with pytest.raises(UsageError, match="of bfloat16 or float16 and float32, got f64"):
         training_step(function, precision=Float64)
-    with pytest.raises(UsageError, match="in float32 or in the precision, bf16; got f16"):
+    with pytest.raises(UsageError, match="in f32 or in the precision, bf16; got f16"):
         training_step(function, precision=BFloat16, grad_dtype=Float16)
 
 
