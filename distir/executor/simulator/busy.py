@@ -8,7 +8,8 @@ what they contain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,14 @@ class _Labelled(NamedTuple):
     compute: list[tuple[Key, float]]
 
 
+class _Alike(NamedTuple):
+    """Calls that are busy alike: the intervals, the classes that they are of, and the latest entries of the calls."""
+
+    inside: dict[Key, Intervals]
+    classes: Mapping[int, int]
+    zeros: list[float]
+
+
 class _Rows(NamedTuple):
     """What all runs of a function have in common: slots and durations of its parts, its calls, its compute in all."""
 
@@ -75,8 +84,8 @@ class _Counter:
         self._rows: dict[Code, _Rows] = {}
         self._labelled: dict[tuple[int, object], _Labelled] = {}
         """By the identity of a plan, which all ops of a kind share."""
-        self._busy: dict[tuple[Code, Slots, bytes], dict[Key, Intervals]] = {}
-        self._floors: dict[tuple[Code, Slots, int], npt.NDArray[np.float64]] = {}
+        self._busy: dict[tuple[Code, Slots, tuple[float, ...]], dict[Key, Intervals]] = {}
+        self._floors: dict[tuple[Code, Slots, int], list[float]] = {}
 
     def left(self, run: Run) -> Left:
         """Add up a run."""
@@ -96,9 +105,6 @@ class _Counter:
         for op, plan in zip(code.function.ops, code.plans, strict=True):
             if isinstance(plan, Call):
                 calls.append(plan)
-                for (c, label), seconds in self._rows_of(plan.model).compute.items() if plan.streams else ():
-                    here = plan.classes.get(c, c), label
-                    compute[here] = compute.get(here, 0.0) + seconds
                 slot += plan.slots
             elif plan.parts:
                 found = self._label(op, plan)
@@ -107,6 +113,12 @@ class _Counter:
                 for key, seconds in found.compute:
                     compute[key] = compute.get(key, 0.0) + seconds
                 slot += len(plan.parts)
+        alike = {(id(call.model), id(call.classes)): call for call in calls if call.streams}
+        times = Counter([(id(call.model), id(call.classes)) for call in calls if call.streams])
+        for key, call in alike.items():
+            for (c, label), seconds in self._rows_of(call.model).compute.items():
+                here = call.classes.get(c, c), label
+                compute[here] = compute.get(here, 0.0) + seconds * times[key]
         return _Rows({key: _arrays(found) for key, found in parts.items()}, calls, compute)
 
     def _label(self, op: Op, plan: OpPlan) -> _Labelled:
@@ -130,32 +142,40 @@ class _Counter:
         for key, (slots, seconds) in rows.parts.items():
             ends = ready[slots]
             busy[key] = [np.column_stack((ends - seconds, ends))]
+        alike: dict[tuple[int, int], _Alike] = {}
         for call, enter in zip(rows.calls, run.entries, strict=True):
             if call.streams:
-                self._add_call(call, enter, busy)
+                inside, classes, zero = self._inside(call, enter), call.classes, max(enter)
+                key = id(inside), id(classes)
+                if key not in alike:
+                    alike[key] = _Alike(inside, classes, [])
+                alike[key].zeros.append(zero)
+        for inside, classes, zeros in alike.values():
+            begins = np.array(zeros)[:, None, None]
+            for (c, label), found in inside.items():
+                busy.setdefault((classes.get(c, c), label), []).append((found + begins).reshape(-1, 2))
         return {key: merged(found) for key, found in busy.items()}
 
-    def _add_call(self, call: Call, enter: list[float], busy: dict[Key, list[Intervals]]) -> None:
-        zero, classes = max(enter), call.classes
-        key = (call.model, call.live, self._relative(call, enter))
+    def _inside(self, call: Call, enter: list[float]) -> dict[Key, Intervals]:
+        """The intervals in which streams are busy in a call, relative to its latest entry."""
+        latest = max(enter)
+        key = (call.model, call.live, self._relative(call, enter, latest))
         inside = self._busy.get(key)
         if inside is None:
-            inside = self._busy[key] = self._busy_in(expand_model(call, [t - zero for t in enter]))
-        for (c, label), found in inside.items():
-            busy.setdefault((classes.get(c, c), label), []).append(found + zero)
+            inside = self._busy[key] = self._busy_in(expand_model(call, [t - latest for t in enter]))
+        return inside
 
-    def _relative(self, call: Call, enter: Sequence[float]) -> bytes:
+    def _relative(self, call: Call, enter: list[float], latest: float) -> tuple[float, ...]:
         """Entry times relative to the latest; those too early to matter are raised to the floor.
 
         The latest, as it leaves the others no effect most often: hosts run ahead of devices, or fall behind them, a
         little further with each call.
         """
-        latest = max(enter)
         key = (call.model, call.live, enter.index(latest))
         floors = self._floors.get(key)
         if floors is None:
-            floors = self._floors[key] = np.array(_floors(*key))
-        return np.maximum(np.array(enter) - latest, floors).tobytes()
+            floors = self._floors[key] = _floors(*key)
+        return tuple([x if (x := t - latest) > floor else floor for t, floor in zip(enter, floors, strict=True)])
 
 
 def _arrays(parts: list[tuple[int, float]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

@@ -29,6 +29,9 @@ Slots = tuple[int, ...]
 """Slots that a value depends on: it is ready when all of them are; without any, always."""
 
 
+_ITS_OWN: Mapping[int, int] = {}
+
+
 class OpPart(NamedTuple):
     """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each, and others
     that wait for it.
@@ -102,7 +105,7 @@ class Call:
     @property
     def classes(self) -> Mapping[int, int]:
         """The body's class for each of the model's."""
-        return self._body.classes if isinstance(self._body, Twin) else {}
+        return self._body.classes if isinstance(self._body, Twin) else _ITS_OWN
 
     @property
     def slots(self) -> int:
