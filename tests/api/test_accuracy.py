@@ -679,6 +679,26 @@ def test_a_column_that_is_misspelt(table) -> None:
         read_rows(path)
 
 
+def test_columns_for_the_reader_are_not_missed(table) -> None:
+    """Others may have nearly their names."""
+    given = {name: x for name, x in GPT.items() if name not in ("gpus", "notes")}
+    (row,) = read_rows(table({**given, "gpu": "A100", "note": "mine"}))
+    assert row.reason is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"runtime": "megatorn"}, "unknown runtime 'megatorn': did you mean megatron?"),
+        ({"cluster": "dgx-a10"}, "unknown cluster 'dgx-a10': did you mean dgx-a100?"),
+        ({"runtime": "jax"}, "unknown runtime 'jax'"),
+    ],
+)
+def test_a_reason_says_what_was_meant(table, changes: dict[str, Any], reason: str) -> None:
+    (row,) = read_rows(table({**GPT, **changes}))
+    assert score(row).reason == reason
+
+
 def test_a_header_alone_has_no_rows(table) -> None:
     with pytest.raises(UsageError, match="has no rows"):
         read_rows(table())
@@ -718,6 +738,13 @@ def test_table(table, capsys: pytest.CaptureFixture[str]) -> None:
     reason = "dtype int8 is none of fp32, bf16, fp16, fp8: 5 rows, bad-0, bad-1, bad-2 and 2 more"
     assert f"\nnot predicted:\n  {reason}\n" in text
     assert "median time of a prediction: " in text
+    assert "more memory" not in text
+
+
+def test_rows_that_would_not_fit_are_named(table, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(GPT, {**GPT, "id": "large", "hidden": 32768, "heads": 256, "layers": 8})
+    assert main(["accuracy", str(path)]) == 0
+    assert "\npredicted, but to need more memory than the devices have: 1 row, large\n" in capsys.readouterr().out
 
 
 def test_that_no_row_is_predicted_is_an_error(table, capsys: pytest.CaptureFixture[str]) -> None:
