@@ -186,10 +186,8 @@ def cost_of(row: Measurement) -> CostModel:
 
 def fits(scored: Scored) -> bool:
     """Whether the memory that is predicted for a row is there; True for one that is not predicted."""
-    if scored.predicted is None:
-        return True
-    topology = cost_of(scored.row).topology
-    return scored.predicted.peak_bytes <= topology.spec(topology.devices[0]).capacity
+    setup, predicted = scored.row.setup, scored.predicted
+    return setup is None or predicted is None or predicted.peak_bytes <= _capacity(setup.cluster)
 
 
 def scores_of(rows: Collection[Scored]) -> dict[str, Scores]:
@@ -231,6 +229,13 @@ def _cost(cluster: str, devices: int, runtime: str) -> CostModel:
     topology = load_cluster(cluster, devices=devices)
     kind, per_node = topology.devices[0].kind, topology.regular and topology.regular.per_node
     return CostModel(topology, runtime=among(runtime_named(runtime, cluster), devices, kind, per_node))
+
+
+@cache
+def _capacity(cluster: str) -> float:
+    """The bytes of memory of a device."""
+    topology = load_cluster(cluster)
+    return topology.spec(topology.devices[0]).capacity
 
 
 @lru_cache(maxsize=_RECENT)

@@ -84,7 +84,7 @@ def known_clusters() -> list[str]:
 
 def known_parts() -> dict[str, list[str]]:
     """The names of the shipped devices, nodes and networks, of which a cluster file may name one each."""
-    return {key: sorted(p.stem for p in (_FOLDER / f"{key}s").glob("*.toml")) for key in _PARTS}
+    return {key: _names(key) for key in _PARTS}
 
 
 def descriptions(name: str) -> dict[str, str]:
@@ -96,8 +96,8 @@ def descriptions(name: str) -> dict[str, str]:
         text = (_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
         table: Mapping[str, Any] = tomllib.loads(text)
         named = {key: table[key] for key in _PARTS if isinstance(table.get(key), str)}
-        return {f"cluster {name}": text, **{f"{key} {x}": _part_text(key, x) for key, x in named.items()}}
-    found = {f"{key} {name}": _part_text(key, name) for key, names in parts.items() if name in names}
+        return {f"cluster {name}": text, **{f"{key} {x}": _part(key, x).read_text("utf-8") for key, x in named.items()}}
+    found = {f"{key} {name}": _part(key, name).read_text("utf-8") for key, names in parts.items() if name in names}
     if not found:
         known = [*known_clusters(), *[x for names in parts.values() for x in names]]
         listed = "distir clusters lists the names"
@@ -105,8 +105,14 @@ def descriptions(name: str) -> dict[str, str]:
     return found
 
 
-def _part_text(key: str, name: str) -> str:
-    return (_FOLDER / f"{key}s" / f"{name}.toml").read_text(encoding="utf-8")
+def _part(key: str, name: str) -> Path:
+    """The file of a part of a cluster."""
+    return _FOLDER / f"{key}s" / f"{name}.toml"
+
+
+def _names(key: str) -> list[str]:
+    """The names of the parts of a kind."""
+    return sorted(p.stem for p in _part(key, "").parent.glob("*.toml"))
 
 
 def device_of(cluster: str) -> str:
@@ -466,12 +472,10 @@ class _Table:
         """A table, or the one in a file of that name in the folder of such parts."""
         if not isinstance(name := self.get(key), str):
             return self.table(key)
-        folder = _FOLDER / f"{key}s"
-        known = known_parts()[key]
-        if name not in known:
+        if name not in (known := _names(key)):
             raise self.error(key, f"unknown {key} {name!r} (known: {', '.join(known)}; or a table)")
-        path = folder / f"{name}.toml"
-        self.parts.append(_Table(path, "", tomllib.loads(path.read_text())))
+        path = _part(key, name)
+        self.parts.append(_Table(path, "", tomllib.loads(path.read_text("utf-8"))))
         return self.parts[-1]
 
     def tables(self, key: str) -> list[_Table]:

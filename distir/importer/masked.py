@@ -23,10 +23,11 @@ _IN_PLACE = ("Identity", "Reshape", "Unsqueeze")
 
 def join_masked_writes(graph: onnx.GraphProto) -> None:
     """Replace scatters to the positions of a mask, in place. Others stay as they are."""
-    made = {name: node for node in graph.node for name in node.output}
+    scatters = [node for node in graph.node if node.op_type == "ScatterND"]
+    made = {name: node for node in graph.node for name in node.output} if scatters else {}
     replaced: list[str] = []
-    for node in graph.node:
-        replaces = node.op_type == "ScatterND" and all([a.s == b"none" for a in node.attribute])
+    for node in scatters:
+        replaces = all([a.s == b"none" for a in node.attribute])
         if replaces and (found := _operands(node, made)) is not None:
             replaced += node.input[1:]
             node.op_type, node.domain = MASKED_WRITE, OWN

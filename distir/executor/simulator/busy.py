@@ -8,7 +8,6 @@ what they contain.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -113,12 +112,15 @@ class _Counter:
                 for key, seconds in found.compute:
                     compute[key] = compute.get(key, 0.0) + seconds
                 slot += len(plan.parts)
-        alike = {(id(call.model), id(call.classes)): call for call in calls if call.streams}
-        times = Counter([(id(call.model), id(call.classes)) for call in calls if call.streams])
-        for key, call in alike.items():
-            for (c, label), seconds in self._rows_of(call.model).compute.items():
-                here = call.classes.get(c, c), label
-                compute[here] = compute.get(here, 0.0) + seconds * times[key]
+        alike: dict[tuple[Code, int], list[Call]] = {}
+        for call in calls:
+            if call.streams:
+                alike.setdefault((call.model, id(call.classes)), []).append(call)
+        for (model, _), same in alike.items():
+            classes = same[0].classes
+            for (c, label), seconds in self._rows_of(model).compute.items():
+                here = classes.get(c, c), label
+                compute[here] = compute.get(here, 0.0) + seconds * len(same)
         return _Rows({key: _arrays(found) for key, found in parts.items()}, calls, compute)
 
     def _label(self, op: Op, plan: OpPlan) -> _Labelled:
@@ -145,20 +147,20 @@ class _Counter:
         alike: dict[tuple[int, int], _Alike] = {}
         for call, enter in zip(rows.calls, run.entries, strict=True):
             if call.streams:
-                inside, classes, zero = self._inside(call, enter), call.classes, max(enter)
+                latest, classes = max(enter), call.classes
+                inside = self._inside(call, enter, latest)
                 key = id(inside), id(classes)
                 if key not in alike:
                     alike[key] = _Alike(inside, classes, [])
-                alike[key].zeros.append(zero)
+                alike[key].zeros.append(latest)
         for inside, classes, zeros in alike.values():
             begins = np.array(zeros)[:, None, None]
             for (c, label), found in inside.items():
                 busy.setdefault((classes.get(c, c), label), []).append((found + begins).reshape(-1, 2))
         return {key: merged(found) for key, found in busy.items()}
 
-    def _inside(self, call: Call, enter: list[float]) -> dict[Key, Intervals]:
+    def _inside(self, call: Call, enter: list[float], latest: float) -> dict[Key, Intervals]:
         """The intervals in which streams are busy in a call, relative to its latest entry."""
-        latest = max(enter)
         key = (call.model, call.live, self._relative(call, enter, latest))
         inside = self._busy.get(key)
         if inside is None:

@@ -30,6 +30,7 @@ Slots = tuple[int, ...]
 
 
 _ITS_OWN: Mapping[int, int] = {}
+"""The classes of a body that is its own model."""
 
 
 class OpPart(NamedTuple):
