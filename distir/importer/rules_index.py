@@ -192,9 +192,6 @@ def _masked_write(n: Node) -> Result:
         raise n.error(f"{message}: only what is the same wherever the mask is true can be", INSTEAD["NonZero"])
     mask, x = n.reshape(n.operand(1), column), n.reshape(n.operand(2), own)
     mask = mask if tensor(mask).dtype is Bool else n.emit("Cast", mask, to=Bool)
-    if tensor(h).dtype is Bool:
-        h, x = n.emit("Cast", h, to=UInt8), n.emit("Cast", x, to=UInt8)
-        return n.emit("Cast", n.emit("Where", mask, x, h), to=Bool)
     return n.emit("Where", mask, x, h)
 
 

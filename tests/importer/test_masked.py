@@ -112,7 +112,7 @@ def scatter(change: Callable[[dict[str, onnx.NodeProto]], None]) -> onnx.ModelPr
         "scatter": helper.make_node("ScatterND", ["h", "positions", "updates"], ["y"]),
     }
     change(nodes)
-    numbers = {"shape": [ROWS, WIDTH], "one": [-1], "rest": [WIDTH], "perm": [0, 1]}
+    numbers = {"shape": [ROWS, WIDTH], "one": [-1], "rest": [WIDTH], "column": [ROWS, 1]}
     given = [helper.make_tensor(k, TensorProto.INT64, [len(v)], v) for k, v in numbers.items()]
     inputs = [
         helper.make_tensor_value_info("h", TensorProto.FLOAT, [ROWS, WIDTH]),
@@ -169,12 +169,18 @@ def test_what_is_not_quite_an_assignment_is_refused(change, tmp_path: Path) -> N
         import_from_onnx(saved(scatter(change), tmp_path))
 
 
-def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    def of_no_rows(nodes: dict[str, onnx.NodeProto]) -> None:
-        nodes["sizes"].input[1] = "shape"
+def of_no_rows(nodes: dict[str, onnx.NodeProto]) -> None:
+    nodes["sizes"].input[1] = "shape"
 
+
+def of_less_than_rows(nodes: dict[str, onnx.NodeProto]) -> None:
+    nodes["expand"].input[1] = "column"
+
+
+@pytest.mark.parametrize("change", [of_no_rows, of_less_than_rows])
+def test_a_mask_that_does_not_fit_is_refused(change, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a mask of shape \(4, 1\) does not fit data of shape \(4, 6\)"):
-        import_from_onnx(saved(scatter(of_no_rows), tmp_path))
+        import_from_onnx(saved(scatter(change), tmp_path))
 
 
 def test_what_is_larger_than_what_is_selected_is_refused(tmp_path: Path) -> None:

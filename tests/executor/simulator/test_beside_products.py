@@ -10,6 +10,7 @@ import pytest
 import distir
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.seconds import quantize
 from distir.executor.simulator.beside_products import beside_products
 from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Mesh
@@ -64,9 +65,12 @@ def test_a_sum_that_all_devices_get_is_waited_for() -> None:
     assert beside_products(f.finalize()) == {}
 
 
-def test_what_is_waited_for_delays_what_does_not_need_it() -> None:
-    """The sum of an input's gradient, and the product of the weight's gradient that stands behind it."""
-    topology = load_cluster("dgx-a100")
+@pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100"])
+def test_what_is_waited_for_delays_what_does_not_need_it(name: str) -> None:
+    """The sum of an input's gradient, and the product of the weight's gradient that stands behind it. On H100 a sum
+    slows what runs beside it: nothing does that waits."""
+    topology = load_cluster(name)
+    assert topology.regular is not None
     mesh = Mesh(topology.devices, {"tp": 8}, "m")
     f = FunctionMaker("f")
     x = f.add_input_value("x", Tensor.whole(BFloat16, (4096, 4096), mesh, [Shard(1)]))
@@ -81,7 +85,9 @@ def test_what_is_waited_for_delays_what_does_not_need_it() -> None:
         Simulator(CostModel(topology, runtime=Runtime("r", synchronous=waits))).interpret(f.finalize())
         for waits in (False, True)
     ]
-    assert beside.seconds == first + max(sums, second)
+    lost = quantize(topology.regular.intra.slows * sums)
+    assert (lost > 0) == (name == "dgx-h100")
+    assert beside.seconds == first + max(sums, second + lost)
     assert behind.seconds == first + sums + second
     assert (behind.stages[0].communication, behind.stages[0].compute) == (sums, first + second)
 
