@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -52,17 +52,13 @@ def check_padding(source: Function, padded: Function, evaluate: Evaluate) -> Non
         _Comparison(padded, evaluate).compare(source)
 
 
-class _Seen(NamedTuple):
-    """What is known of a value of the padded program: its value in the source, and the contents of its padding."""
-
-    source: Value
-    tails: Tails
-
-
 class _Comparison:
     def __init__(self, padded: Function, evaluate: Evaluate) -> None:
         self.padded, self.evaluate = padded, evaluate
-        self.env: dict[Value, _Seen] = {}
+        self.source_of: dict[Value, Value] = {}
+        """Of the padded program's values made so far, those of the source."""
+        self.tails: dict[Value, Tails] = {}
+        """The contents of their padding, if other than zeros."""
 
     def compare(self, source: Function) -> None:
         for what, mine, theirs in (
@@ -75,10 +71,14 @@ class _Comparison:
             self.same_source(
                 f"input %{w.name}", v, w, w.role.source if w.role else None, v.role.source if v.role else None
             )
-            self.env[w] = _Seen(v, tuple([0.0] * len(shape_of(v))))
+            self.note(w, v)
         left = iter(source.ops)
         op = next(left, None)
         for new in self.padded.ops:
+            if new is op and self.untouched(new):  # as most
+                self.source_of.update(zip(new.outputs, new.outputs, strict=True))
+                op = next(left, None)
+                continue
             here = op if op is not None and self.corresponds(op, new) else None
             # the source's own cuts take what was cut before; its own extensions are equal to theirs
             may_be_new = here is None or new.spec is _CUT or here.attributes != new.attributes
@@ -87,7 +87,7 @@ class _Comparison:
             if here is not None:
                 self.step(here, new)
                 op = next(left, None)
-            elif new.spec is _FILL and new.inputs[0] in self.env:
+            elif new.spec is _FILL and new.inputs[0] in self.source_of:
                 self.filled(new)
             else:
                 raise MismatchError(f"{self.padded.name}: {new}: expected {op or 'no more ops'}")
@@ -100,11 +100,31 @@ class _Comparison:
             raise MismatchError(f"{self.padded.name}: expected updates {want} (input: output), got {got}")
 
     def corresponds(self, op: Op, new: Op) -> bool:
-        seen = [self.env.get(w) for w in new.inputs]
-        return op.spec is new.spec and [s and s.source for s in seen] == list(op.inputs)
+        return op.spec is new.spec and tuple(map(self.source_of.get, new.inputs)) == op.inputs
+
+    def untouched(self, op: Op) -> bool:
+        """Whether an op of both programs has the same operands, without padding, and is the first to make its results."""
+        known = self.tails.keys()
+        return (
+            tuple(map(self.source_of.get, op.inputs)) == op.inputs
+            and known.isdisjoint(op.inputs)
+            and known.isdisjoint(op.outputs)
+        )
+
+    def note(self, w: Value, source: Value, tails: Tails | None = None) -> None:
+        """Note what a value of the padded program is; its padding contains zeros, unless said otherwise."""
+        self.source_of[w] = source
+        self.tails.pop(w, None)
+        if tails is not None and any([x != 0.0 for x in tails]):
+            self.tails[w] = tails
+
+    def tails_of(self, w: Value) -> Tails:
+        return self.tails.get(w) or (0.0,) * len(shape_of(w))
 
     def same_source(self, what: str, v: Value, w: Value, got: Shape | None, before: Shape | None) -> None:
         """Raise unless `w` is `v`, enlarged if at all, and says from which shape."""
+        if v is w and got == before:  # as most
+            return
         small, large = shape_of(v), shape_of(w)
         fits = len(small) == len(large) and all(a <= b for a, b in zip(small, large, strict=True))
         if not fits or tensor(v).dtype is not tensor(w).dtype:
@@ -115,29 +135,31 @@ class _Comparison:
 
     def resized(self, new: Op) -> bool:
         """Whether the op cuts off the padding of a dim, or pads a dim, which is not padded yet, with zeros."""
-        seen = self.env.get(new.inputs[0]) if new.spec in (_CUT, _EXTEND) else None
-        if seen is None or new.attributes.get("value"):
+        source = self.source_of.get(new.inputs[0]) if new.spec in (_CUT, _EXTEND) else None
+        if source is None or new.attributes.get("value"):
             return False
         dim, after = new.attributes["dim"], new.attributes["size"]
-        before, given = shape_of(new.inputs[0])[dim], shape_of(seen.source)[dim]
+        before, given = shape_of(new.inputs[0])[dim], shape_of(source)[dim]
         if shape_of(new.outputs[0])[dim] != after or not min(before, after) == given < max(before, after):
             return False
-        self.env[new.outputs[0]] = seen._replace(tails=(*seen.tails[:dim], 0.0, *seen.tails[dim + 1 :]))
+        self.note(new.outputs[0], source, self._tails_with(new.inputs[0], dim, 0.0))
         return True
 
+    def _tails_with(self, w: Value, dim: int, value: float) -> Tails:
+        """Those of a value, with `value` in the padding of a dim."""
+        tails = self.tails_of(w)
+        return (*tails[:dim], value, *tails[dim + 1 :])
+
     def filled(self, new: Op) -> None:
-        seen = self.env[new.inputs[0]]
+        source = self.source_of[new.inputs[0]]
         dim, size = new.attributes["dim"], new.attributes["size"]
-        if size != shape_of(seen.source)[dim]:
-            raise MismatchError(f"{new}: expected padding from {shape_of(seen.source)[dim]} on, got {size}")
+        if size != shape_of(source)[dim]:
+            raise MismatchError(f"{new}: expected padding from {shape_of(source)[dim]} on, got {size}")
         value = float(new.attributes.get("value", 0.0))
-        self.env[new.outputs[0]] = seen._replace(tails=(*seen.tails[:dim], value, *seen.tails[dim + 1 :]))
+        self.note(new.outputs[0], source, self._tails_with(new.inputs[0], dim, value))
 
     def step(self, op: Op, new: Op) -> None:
-        if new is op:  # on the same values
-            self.env.update([(v, _Seen(v, (0.0,) * len(shape_of(v)))) for v in op.outputs])
-            return
-        tails = [self.env[w].tails for w in new.inputs]
+        tails = [self.tails_of(w) for w in new.inputs]
         made: list[Tails] | None = None
         pairs = list(zip((*op.inputs, *op.outputs), (*new.inputs, *new.outputs), strict=True))
         if any(shape_of(v) != shape_of(w) for v, w in pairs):
@@ -152,16 +174,15 @@ class _Comparison:
         elif op.attributes != new.attributes:
             raise MismatchError(f"{new}: expected attributes {dict(op.attributes)}, got {dict(new.attributes)}")
         for k, (v, w) in enumerate(zip(op.outputs, new.outputs, strict=True)):
-            self.env[w] = _Seen(v, made[k] if made else (0.0,) * len(shape_of(v)))
+            self.note(w, v, made[k] if made else None)
 
     def output(self, source: Function, v: Value, w: Value) -> None:
-        seen = self.env.get(w)
-        if seen is None or seen.source is not v:
+        if self.source_of.get(w) is not v:
             raise MismatchError(f"output %{w.name}: expected %{v.name} of the source, padded")
         self.same_source(f"output %{w.name}", v, w, self.padded.sources.get(w), source.sources.get(v))
         if w in self.padded.updates:
             for dim, (a, b) in enumerate(zip(shape_of(v), shape_of(w), strict=True)):
-                if a != b and seen.tails[dim] != 0.0:
+                if a != b and self.tails_of(w)[dim] != 0.0:
                     raise MismatchError(f"output %{w.name}: expected 0 in the padding of dim {dim}, got anything")
 
 

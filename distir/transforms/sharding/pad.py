@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from distir.ir.axes import Shape
-from distir.ir.function import Function, FunctionMaker, Op, Role, Value
+from distir.ir.function import Attributes, Function, FunctionMaker, Op, Role, Value, type_of
+from distir.ir.infer import infer
 from distir.ir.placement import Shard, reductions, splits
 from distir.ir.spec import FactorMapping
 from distir.ir.type import Tensor
@@ -47,7 +48,8 @@ def paddable(function: Function, n: int, multiple: int = 1) -> list[Sizes]:
     found: list[Sizes] = []
     kept = classes.bad | classes.with_halos  # at the end of the dim, what is beside an element would be padding
     for op, row in zip(function.ops, classes.mappings, strict=True):
-        kept |= {c for mapping, c in row if _of_integers(op, mapping) or _regroups(op, mapping)}
+        if row:  # as few have
+            kept |= {c for mapping, c in row if _of_integers(op, mapping) or _regroups(op, mapping)}
     for c, nodes in sorted(classes.members().items()):
         sizes = {graph.shapes[v][split.dim] for v, split in nodes}
         if c not in kept and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
@@ -135,7 +137,9 @@ class Padder:
         self.weights = frozenset(weights(function))
         self.graph = graph_of(function)
         self.maker = FunctionMaker(function.name)
+        self.maker.reserve(self.graph.values)  # all values keep their names
         self.env: dict[Value, Value] = {}
+        """What replaces values; those that are not in it remain."""
         self.tail: dict[tuple[Value, int], float] = {}  # known contents of the padding of a new value's dim
         self.filled: dict[tuple[Value, int, float], Value] = {}
 
@@ -153,7 +157,7 @@ class Padder:
         outputs = [self._output(v) for v in self.function.outputs]
         self.maker.set_outputs(outputs)
         new = dict(zip(self.function.outputs, outputs, strict=True))
-        self.maker.updates = {new[a]: self.env[b] for a, b in self.function.updates.items()}
+        self.maker.updates = {new[a]: self._now(b) for a, b in self.function.updates.items()}
         return self.maker.finalize()
 
     def _input(self, v: Value) -> None:
@@ -164,14 +168,16 @@ class Padder:
             role = Role("parameter")  # once one input has a role, roles say which are weights
         if t.shape != before:
             role = self._role(v, role)
-        if t is v.type and role is v.role:
-            self.env[v] = self._same(v)
-            self.maker.inputs.append(self.env[v])
-            return
-        self.env[v] = self.maker.add_input_value(v.name, t, role)
+        if t is not v.type or role is not v.role:
+            self.env[v] = Value(v.name, t, role)
+        self.maker.inputs.append(self._now(v))
         for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
             if n != m:
                 self.tail[self.env[v], d] = 0.0
+
+    def _now(self, v: Value) -> Value:
+        """What replaces a value, or the value itself."""
+        return self.env.get(v, v)
 
     def _role(self, v: Value, role: Role | None) -> Role:
         """The role of an input that is padded, before which it had `role`."""
@@ -182,12 +188,14 @@ class Padder:
         return Role(role.kind, role.batch, role.source or shape_of(v), used)
 
     def _op(self, j: int, op: Op, ops: dict[Op, Op]) -> None:
-        ins = [self.env[v] for v in op.inputs]
+        of = ops.get(op.of, op.of) if op.of else None
         mappings = self.mappings[j]
-        of = ops.get(op.of) if op.of else None
-        if not mappings:
-            ops[op] = self._as_before(op, ins, of)
+        if not mappings:  # it has no padded dim
+            if of is not op.of or not self.env.keys().isdisjoint(op.inputs):
+                ops[op] = op = Op(op.spec, tuple(map(self._now, op.inputs)), op.attributes, op.outputs, of)
+            self.maker.ops.append(op)
             return
+        ins = list(map(self._now, op.inputs))
         for mapping in mappings:
             ins = self._fill(op, ins, mapping)
         attributes = dict(op.attributes)
@@ -197,30 +205,14 @@ class Padder:
             attributes.update({k: x for k, x in local.items() if k in attributes})
         if op.spec.unpadded:
             self._note_length(op, attributes)
-        names = [v.name for v in op.outputs]
-        self.maker.add_op(op.spec, None, ins, attributes, (), names, of)
-        made = self.maker.ops[-1]
-        outs = [
-            v if v.type is w.type and v.name == w.name else w for v, w in zip(op.outputs, made.outputs, strict=True)
-        ]
-        made = ops[op] = self.maker.ops[-1] = Op(made.spec, made.inputs, made.attributes, tuple(outs), of)
-        self.env.update(zip(op.outputs, made.outputs, strict=True))
+        attrs = Attributes(attributes)
+        types = infer(op.spec, attrs, tuple(map(type_of, ins)))
+        outs = [v if v.type is t else Value(v.name, t) for v, t in zip(op.outputs, types, strict=True)]
+        made = ops[op] = Op(op.spec, tuple(ins), attrs, tuple(outs), of)
+        self.maker.ops.append(made)
+        self.env.update([(v, w) for v, w in zip(op.outputs, outs, strict=True) if v is not w])
         for mapping in mappings:
             self._result(op, mapping, ins, made)
-
-    def _as_before(self, op: Op, ins: list[Value], of: Op | None) -> Op:
-        """Add an op that has no padded dim: the same, if its operands are, and with the same results."""
-        outs = tuple([self._same(v) for v in op.outputs])
-        self.env.update(zip(op.outputs, outs, strict=True))
-        if of is not op.of or outs != op.outputs or tuple(ins) != op.inputs:
-            op = Op(op.spec, tuple(ins), op.attributes, outs, of)
-        self.maker.ops.append(op)
-        return op
-
-    def _same(self, v: Value) -> Value:
-        """The value itself, unless another has its name by now."""
-        name = self.maker.fresh(v.name)
-        return v if name == v.name else Value(name, v.type, v.role)
 
     def _note_length(self, op: Op, attributes: dict[str, Any]) -> None:
         """Say how long the dim was that an op counts from the end of, where it is padded."""
@@ -278,7 +270,7 @@ class Padder:
 
     def _output(self, v: Value) -> Value:
         """The next value of an input is padded with zeros, as the input is; other outputs with anything."""
-        w = self.env[v]
+        w = self._now(v)
         i = self.graph.index[v]
         for d in range(len(self.graph.shapes[i])):
             if (i, d) in self.sizes and v in self.function.updates:

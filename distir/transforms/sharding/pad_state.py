@@ -154,6 +154,7 @@ class _StatePadder(Padder):
                 placements = zip(values, (*mapping.ins, *mapping.outs), strict=True)
                 sizes.update([((i, p.dim), size) for i, p in placements if p.dim is not None])
         super().__init__(function, sizes, rows)
+        self.padded = frozenset([graph.values[i] for i, _ in sizes])
         self.part: dict[Value, Value] = {}
         """Of values that are padded here, by those of the source, what other ops take."""
 
@@ -161,16 +162,16 @@ class _StatePadder(Padder):
         if self.mappings[j]:
             super()._op(j, op, ops)
             return
-        padded = {v: self.env[v] for v in op.inputs if self.type(v) is not v.type}
+        padded = {v: self._now(v) for v in op.inputs if v in self.padded}
         self.env.update([(v, self._used(v)) for v in padded])
         super()._op(j, op, ops)
         self.env.update(padded)
         for v in op.outputs:
-            if self.type(v) is not v.type:
-                self._extend(v, ops[op])
+            if v in self.padded:
+                self._extend(v, op.of and ops.get(op.of, op.of))
 
     def _output(self, v: Value) -> Value:
-        if v in self.function.updates or self.type(v) is v.type:
+        if v in self.function.updates or v not in self.padded:
             return super()._output(v)
         w = self._used(v)  # a gradient
         if v in self.function.sources:
@@ -180,19 +181,19 @@ class _StatePadder(Padder):
     def _used(self, v: Value) -> Value:
         """The part of a padded value that ops take."""
         if v not in self.part:
-            part = self.env[v]
+            part = self._now(v)
             for dim in self._padded_dims(v):
                 part = self.maker.add_op(_CUT, v.name, [part], {"dim": dim, "size": shape_of(v)[dim]})
             self.part[v] = part
         return self.part[v]
 
-    def _extend(self, v: Value, made: Op) -> None:
+    def _extend(self, v: Value, of: Op | None) -> None:
         """Extend a value with zeros, for the ops that are padded."""
-        self.part[v] = self.env[v]
+        self.part[v] = self._now(v)
         dims = self._padded_dims(v)
         for dim in dims:
             attributes = {"dim": dim, "size": self.type(v).shape[dim]}
-            self.env[v] = self.maker.add_op(_EXTEND, v.name, [self.env[v]], attributes, of=made.of)
+            self.env[v] = self.maker.add_op(_EXTEND, v.name, [self._now(v)], attributes, of=of)
         self.tail.update([((self.env[v], dim), 0.0) for dim in dims])
 
     def _padded_dims(self, v: Value) -> list[int]:
