@@ -68,8 +68,6 @@ class Lifetimes:
                     homes = makes  # a part of a larger mesh
                 for c in {c for classes in homes for c in classes}:
                     found.setdefault(c, []).append((n, len(homes) == 1))
-            if self.order is not None and f is self.program.function:
-                found = {c: self._ordered(f, c, rows, self.order) for c, rows in found.items()}
             self._touching[f] = found
         return self._touching[f]
 
@@ -112,7 +110,10 @@ class Lifetimes:
         classes_of = self.program.classes_of
         later = {v for k, v in enumerate(f.outputs) if k not in unneeded}
         steps: list[Step] = []
-        for n, whole in reversed(self.touching(f).get(c, [])):
+        rows = self.touching(f).get(c, [])
+        if self.order is not None and f is self.program.function:
+            rows = self._ordered(f, c, rows, self.order)
+        for n, whole in reversed(rows):
             op = f.ops[n]
             makes = op.outputs if whole else tuple([v for v in op.outputs if c in classes_of(v.type)])
             if (callee := op.callee) is not None:

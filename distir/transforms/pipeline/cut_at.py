@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from distir.ir.cached import producers
 from distir.ir.errors import InfeasibleError, counted
 from distir.ir.function import Function, Op, Value
 from distir.transforms.pipeline.phases import FORWARD, FREE, PROLOGUE, users
@@ -21,14 +20,15 @@ def cut_at(function: Function, phase: Mapping[Op, str], inputs: Sequence[int]) -
     names = [function.inputs[i].name for i in inputs]
     begins = _begins(function, phase, inputs)
     forward = [op for op in function.ops if phase[op] == FORWARD]
-    before = [_needed(function, op) for op in begins]
-    stage = _reached(forward, before[0], {op: k for k, op in enumerate(begins, 1)}, names)
+    needed = _needed(function, begins)
+    stage = _reached(
+        forward, {op for op, k in needed.items() if k == 0}, {op: k for k, op in enumerate(begins, 1)}, names
+    )
     used = users(function)
     for op in reversed(forward):
         if op not in stage:
             latest = [stage[user] for v in op.outputs for user in used.get(v, ()) if user in stage]
-            latest += [k for k, needed in enumerate(before) if op in needed]
-            stage[op] = min(latest, default=len(inputs))
+            stage[op] = min([*latest, needed.get(op, len(inputs))])
     if 0 not in stage.values():
         raise InfeasibleError(f"cut: no op comes before the first use of %{names[0]}", "leave it out")
     return stage
@@ -68,16 +68,20 @@ def _begins(function: Function, phase: Mapping[Op, str], inputs: Sequence[int]) 
     return list(chosen)
 
 
-def _needed(function: Function, op: Op) -> set[Op]:
-    """The ops that an op needs, without itself."""
-    producer = producers(function)
-    found: set[Op] = set()
-    todo = list(op.inputs)
-    while todo:
-        above = producer.get(todo.pop())
-        if above is not None and above not in found:
-            found.add(above)
-            todo += above.inputs
+def _needed(function: Function, begins: Sequence[Op]) -> dict[Op, int]:
+    """For each op that one of `begins` needs, not counting itself, the number of the first that does."""
+    number = {op: k for k, op in enumerate(begins)}
+    none = len(begins)
+    found: dict[Op, int] = {}
+    taken: dict[Value, int] = {}
+    """For values the first of `begins` that uses them, or needs what does."""
+    for op in reversed(function.ops):
+        first = min([taken.get(v, none) for v in op.outputs], default=none)
+        if first < none:
+            found[op] = first
+        first = min(first, number.get(op, none))
+        if first < none:
+            taken.update([(v, min(first, taken.get(v, none))) for v in op.inputs])
     return found
 
 

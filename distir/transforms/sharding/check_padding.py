@@ -103,7 +103,7 @@ class _Comparison:
         return op.spec is new.spec and tuple(map(self.source_of.get, new.inputs)) == op.inputs
 
     def untouched(self, op: Op) -> bool:
-        """Whether an op of both programs has the same operands, without padding, and is the first to make its results."""
+        """Whether an op of both programs has the same operands there, without padding, and results that are new."""
         known = self.tails.keys()
         return (
             tuple(map(self.source_of.get, op.inputs)) == op.inputs
