@@ -371,9 +371,10 @@ def maker(module: Any, change: Callable[[FunctionMaker], None]) -> Swap:
 
 def uncleared(old: Callable[..., Any]) -> Callable[..., Any]:
     def output(self: Any, v: Value) -> Value:
-        if self.env[v].type is not v.type:
-            self.maker.sources[self.env[v]] = self.graph.shapes[self.graph.index[v]]
-        return self.env[v]
+        w = self._now(v)
+        if w.type is not v.type:
+            self.maker.sources[w] = self.graph.shapes[self.graph.index[v]]
+        return w
 
     return output
 
@@ -427,7 +428,7 @@ def all_zero(old: Callable[..., Any]) -> Callable[..., Any]:
 def sources_of_inputs(old: Callable[..., Any]) -> Callable[..., Any]:
     def inputs(self: Any, v: Value) -> None:
         old(self, v)
-        w = self.env[v]
+        w = self._now(v)
         if w.role and w.role.source:
             w.role = Role(w.role.kind, w.role.batch, w.type.shape)
 
