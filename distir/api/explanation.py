@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
@@ -12,6 +13,7 @@ from distir.api.prediction import Prediction
 from distir.api.results import aligned, html_table, paragraphs, seconds, size
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
+from distir.executor.simulator.communications import Communication, communications
 from distir.executor.simulator.labels import SEND
 from distir.executor.simulator.step_parts import BUBBLES, COMPUTE_PARTS, StageParts
 from distir.hardware.what_if import changed, changed_runtime
@@ -22,6 +24,10 @@ from distir.transforms.plan import Plan
 
 if TYPE_CHECKING:
     from distir.viz.figure import Figure
+
+
+_LEAST_RATE = 1e6
+"""Bytes/s that are shown: what takes longest below is the latency."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,30 @@ class Explanation:
             rows.append((s.name, *[size(row[x]) for x in names], size(sum(row.values()))))
         return rows
 
+    @cached_property
+    def communications(self) -> list[Communication]:
+        """What a device communicates in the step, by kind of collective."""
+        return communications(self.prediction.simulation.program)
+
+    def communication_table(self) -> list[tuple[str, ...]]:
+        """A header, and a row per kind of communication: how often, how many bytes, in how many seconds; empty without
+        any."""
+        axis = self.prediction.summary.plan.stages.name
+        rows = [
+            ("communication", "axis", "devices", "nodes", "algorithm", "times", "bytes", "seconds", "bus bandwidth")
+        ]
+        for kind, times, least, most, total, rate in self.communications:
+            where = (axis if kind.axis == SEND else kind.axis, str(kind.devices), str(kind.nodes or "-"))
+            sizes = size(most) if least == most else f"{size(least)} to {size(most)}"
+            figures = (
+                f"{times:,}",
+                sizes,
+                seconds(total, self.step_seconds),
+                f"{rate / 1e9:.3g} GB/s" if rate >= _LEAST_RATE else "-",
+            )
+            rows.append((kind.collective, *where, kind.algorithm or "-", *figures))
+        return rows if self.communications else []
+
     def what_if(self) -> list[tuple[str, ...]]:
         """A header, and a row per change of the hardware; empty without one."""
         if not self.effects:
@@ -127,6 +157,8 @@ class Explanation:
         head = self.prediction.head()
         effects = ["", *aligned(self.what_if())] if self.effects else []
         tables = [*aligned(self.table()), "", *aligned(self.memory_table())]
+        if rows := self.communication_table():
+            tables += ["", *aligned(rows)]
         return "\n".join([*head, "", *tables, "", *self.lines(), *effects])
 
     __repr__ = __str__
@@ -134,8 +166,9 @@ class Explanation:
     def _repr_html_(self) -> str:
         head = self.prediction.head()
         effects = html_table(self.what_if()) if self.effects else ""
-        tables = html_table(self.table()) + html_table(self.memory_table())
-        return paragraphs(head) + tables + paragraphs(self.lines()) + effects
+        tables = [self.table(), self.memory_table(), self.communication_table()]
+        shown = "".join([html_table(rows) for rows in tables if rows])
+        return paragraphs(head) + shown + paragraphs(self.lines()) + effects
 
     def to_json(self) -> dict[str, Any]:
         """JSON; times in seconds, memory in bytes."""
@@ -158,6 +191,7 @@ class Explanation:
             "without_peak": self.prediction.without_peak,
             "parts": rows,
             "mean": self.mean,
+            "communication": [x.to_json() for x in self.communications],
             "what_if": [{"change": e.change, "step_seconds": e.step_seconds} for e in self.effects],
         }
 

@@ -47,6 +47,25 @@ def test_parts_of_each_stage_add_up(cli: Cli, tmp_path: Path) -> None:
     assert figure.read_text().startswith("<?xml")
 
 
+def test_what_is_communicated_and_how(cli: Cli) -> None:
+    """A row for each kind of collective, and of what is sent between stages; none on one device."""
+    args = *MLP, "--dp", 2, "--pp", 2
+    found = json.loads(cli("explain", *args, "--json")[1])["communication"]
+    assert {(row["axis"], row["collective"], row["devices"], row["nodes"]) for row in found} >= {
+        ("dp", "all-reduce", 2, 1),
+        ("send", "transfer", 2, None),
+    }
+    assert all(row["times"] > 0 and row["least"] <= row["most"] and row["seconds"] > 0 for row in found)
+    out = cli("explain", *args)[1]
+    begin = out.index("communication  ")
+    head, *rows = out[begin:].split("\n\n")[0].splitlines()
+    assert head.split()[1:6] == ["axis", "devices", "nodes", "algorithm", "times"]
+    assert len(rows) == len(found)
+    assert ["transfer", "pp", "2", "-", "-"] in [row.split()[:5] for row in rows]
+    out = cli("explain", *MLP)[1]
+    assert not any(line.startswith("communication") for line in out.splitlines())
+
+
 def test_memory_of_each_stage_by_category(cli: Cli) -> None:
     """As simulate has it; the table leaves out what no stage has."""
     args = *MLP, "--dp", 2, "--pp", 2

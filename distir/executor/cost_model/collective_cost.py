@@ -54,11 +54,20 @@ def _ring_latency(a: Algorithm, group: Group, rounds: int) -> float:
 
 def collective(wire: Wire, size: float, group: Group) -> float:
     """Seconds of a collective on a whole value of `size` bytes: the minimum over its patterns."""
-    seconds = min([s for pattern in wire.patterns for s in _PATTERNS[pattern](wire, size, group)])
+    seconds, _ = _fastest(wire, size, group)
     if group.nodes > 1 and group.per_node > 1 and _AROUND.issuperset(wire.patterns):
         n = group.per_node
         seconds = max(seconds, collective(wire, size, Group(n, 1, n, group.intra, None, group.inside)))
     return seconds
+
+
+def pattern(wire: Wire, size: float, group: Group) -> str:
+    """The pattern that takes the fewest seconds, as `Wire` names them."""
+    return _fastest(wire, size, group)[1]
+
+
+def _fastest(wire: Wire, size: float, group: Group) -> tuple[float, str]:
+    return min([(s, name) for name in wire.patterns for s in _PATTERNS[name](wire, size, group)])
 
 
 def _ring(wire: Wire, size: float, group: Group) -> list[float]:

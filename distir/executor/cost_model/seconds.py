@@ -269,11 +269,14 @@ class CostModel:
         Under a runtime that scatters, each of the devices that have the same value sends its part of it, and they
         gather the parts inside their node.
         """
-        size, regular = float(sum(t.bytes for t in ins)), self.topology.regular
-        if self.runtime is None or not self.runtime.scatters or regular is None:
-            return quantize(self.transfer_seconds(size, link))
-        sent = sum(t.bytes / _copies(t) for t in ins)
-        return quantize(self.transfer_seconds(sent, link) + (size - sent) / regular.intra.collective())
+        size, sent, regular = float(sum(t.bytes for t in ins)), self.bytes_sent(ins), self.topology.regular
+        gathered = (size - sent) / regular.intra.collective() if regular is not None and sent < size else 0.0
+        return quantize(self.transfer_seconds(sent, link) + gathered)
+
+    def bytes_sent(self, ins: Types) -> float:
+        """The bytes of a Send that a device sends: under a runtime that scatters its part of what others have, too."""
+        scatters = self.runtime is not None and self.runtime.scatters and self.topology.regular is not None
+        return float(sum([t.bytes / (_copies(t) if scatters else 1) for t in ins]))
 
     def between(self, spec: Spec, ins: Types, outs: Types, root: Device, mesh: Mesh) -> float:
         """Seconds of a scatter, broadcast, gather or reduction between a device and a mesh, quantized."""
@@ -375,12 +378,28 @@ class CostModel:
 
     def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
         """As measured, else see `collective_cost`. A subclass may have its own."""
-        wire = wire_of(spec)
-        size = wire.size(ins[0].bytes, outs[0].bytes) * wire.share(attrs, group.size)
+        wire, size = wire_of(spec), self.collective_bytes(spec, attrs, ins, outs, group)
         found = measured(group.measured, wire.collective, group.size)
         if found is None:
             return cost.collective(wire, size, group)
         return found.seconds(size)
+
+    def collective_bytes(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
+        """The bytes of the whole value that is reduced, gathered or passed on."""
+        wire = wire_of(spec)
+        return wire.size(ins[0].bytes, outs[0].bytes) * wire.share(attrs, group.size)
+
+    def share_sent(self, spec: Spec, group: Group) -> float:
+        """Of the bytes of a collective's whole value the share that each device sends."""
+        a, b = wire_of(spec).sent(group.size)
+        return a / b
+
+    def pattern(self, spec: Spec, size: float, group: Group) -> str:
+        """How a collective on so many bytes is done, as `Wire` names patterns; "measured" where its seconds are."""
+        wire = wire_of(spec)
+        if measured(group.measured, wire.collective, group.size) is not None:
+            return "measured"
+        return cost.pattern(wire, size, group)
 
     def transfer_seconds(self, size: float, link: Link) -> float:
         """As measured between two devices of a node, else the link's latency, and the bytes over its bandwidth. A

@@ -29,7 +29,7 @@ from distir.executor.simulator.eight_bits import SAME, EightBits, eight_bits
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.expanded_keys import expanded_keys, larger
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
-from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
+from distir.executor.simulator.maxplus import Code, Issues, Message, OpPart, OpPlan, Slots, Twin
 from distir.executor.simulator.ring_attention import ring_attention
 from distir.ir.cached import cached
 from distir.ir.device import AxisNames, Device, Mesh
@@ -338,7 +338,10 @@ class CompiledProgram:
                     seconds = cost.exposed(alone, p.group.size, least * share)
                 where = [(c, axis_text(axis), None) for c in p.classes]
                 beside_it = [self.stream(c, COMPUTE) for c in p.classes] if waited else []
-                parts.append(self._part(op, seconds, where, devices=p.group.size, communicates=True, busy=beside_it))
+                size = cost.collective_bytes(spec, attrs, *sent, p.group)
+                message = Message(size, size * cost.share_sent(spec, p.group), p.group, alone)
+                part = self._part(op, seconds, where, devices=p.group.size, communicates=True, busy=beside_it)
+                parts.append(part._replace(message=message))
                 hidden = partner is not None or (beside and not waited)
                 if hidden and self.overlap and (lost := cost.beside(alone, p.group)):
                     parts += [self._lost(lost, c) for c in p.classes]
@@ -403,11 +406,13 @@ class CompiledProgram:
     def _send(self, op: Op, result_classes: tuple[tuple[int, ...], ...]) -> OpPlan:
         ins = [v.type for v in op.inputs]
         a, b = _ends(op)
+        size, sent = sum([t.bytes for t in ins]), self.cost.bytes_sent(ins)
         parts: list[OpPart] = []
         for p in self.classes.pairs[a, b]:
             where = (p.source, SEND, b), (p.target, RECV, a)
             seconds = self.cost.transfer(ins, p.link)
-            parts.append(self._part(op, seconds, where, ((p.source,), (p.target,)), devices=2, communicates=True))
+            part = self._part(op, seconds, where, ((p.source,), (p.target,)), devices=2, communicates=True)
+            parts.append(part._replace(message=Message(size, sent, None, seconds)))
         return _plan(parts, result_classes)
 
     def _fan(self, op: Op, outward: bool) -> OpPart:

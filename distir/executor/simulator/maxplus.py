@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 from distir.ir.function import Function, Op
+from distir.ir.topology import Group
 
 NEVER = float("-inf")
 Issues = tuple[tuple[int, float], ...]
@@ -33,11 +34,22 @@ _ITS_OWN: Mapping[int, int] = {}
 """The classes of a body that is its own model."""
 
 
+class Message(NamedTuple):
+    """What a part communicates: the bytes of the whole value of a collective (see `Wire`), or of a transfer; those
+    that each device sends; among whom, None for a transfer; and the seconds that it takes if nothing hides any."""
+
+    size: float
+    sent: float
+    group: Group | None
+    seconds: float
+
+
 class OpPart(NamedTuple):
     """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each, and others
     that wait for it.
 
-    `issues` are those of its hosts. A part without `sources` is compute that is lost beside communication.
+    `issues` are those of its hosts. A part without `sources` is compute that is lost beside communication. `message` is
+    that of a collective or a transfer from stage to stage.
     """
 
     duration: float
@@ -48,6 +60,7 @@ class OpPart(NamedTuple):
     communicates: bool
     on: frozenset[int]
     issues: Issues | None = None
+    message: Message | None = None
 
     @property
     def lanes(self) -> tuple[int, ...]:
