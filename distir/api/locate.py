@@ -255,27 +255,27 @@ def _summed(t: Tensor, value: DeviceValue) -> DeviceValue:
 def _erased(program: Function, arrays: Sequence[Any]) -> dict[Value, Any]:
     """Every value of the erasure of a distributed program; each body is run once, on the whole batch."""
     env: dict[Value, Any] = {v: fit(x, v) for v, x in zip(program.inputs, arrays, strict=True)}
-    walked: set[Function] = set()
-
-    def walk(function: Function) -> None:
-        for op in function.ops:
-            ins = [env[v] for v in op.inputs]
-            if op.callee is not None:
-                if op.callee not in walked:
-                    walked.add(op.callee)
-                    env.update(zip(op.callee.inputs, ins, strict=True))
-                    walk(op.callee)
-                outs: Sequence[Any] = [env[v] for v in op.callee.outputs]
-            elif op.spec.bundle is not None:
-                outs = [tuple(ins)] if op.spec.bundle == "pack" else list(ins[0])
-            elif op.spec.comm is not None:
-                outs = [ins[0]] * len(op.outputs)
-            else:
-                outs = _evaluated(op, ins)
-            env.update(zip(op.outputs, outs, strict=True))
-
-    walk(program)
+    _walk(program, env, set())
     return env
+
+
+def _walk(function: Function, env: dict[Value, Any], walked: set[Function]) -> None:
+    """Add the values of a function's ops, and of those of its callees that were not walked yet."""
+    for op in function.ops:
+        ins = [env[v] for v in op.inputs]
+        if op.callee is not None:
+            if op.callee not in walked:
+                walked.add(op.callee)
+                env.update(zip(op.callee.inputs, ins, strict=True))
+                _walk(op.callee, env, walked)
+            outs: Sequence[Any] = [env[v] for v in op.callee.outputs]
+        elif op.spec.bundle is not None:
+            outs = [tuple(ins)] if op.spec.bundle == "pack" else list(ins[0])
+        elif op.spec.comm is not None:
+            outs = [ins[0]] * len(op.outputs)
+        else:
+            outs = _evaluated(op, ins)
+        env.update(zip(op.outputs, outs, strict=True))
 
 
 def _evaluated(op: Op, ins: Sequence[Any]) -> Sequence[Any]:

@@ -168,13 +168,14 @@ def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
 
 
 def _added(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
-    def add(t: Type, total: RuntimeValue, x: RuntimeValue) -> RuntimeValue:
-        if isinstance(t, Tuple):
-            return tuple([add(u, a, b) for u, a, b in zip(t.types, total, x, strict=True)])
-        p = t.placements[t.mesh.time or 0]
-        return [p.join(pair, lanes.xp) for pair in zip(total, x, strict=True)]
+    return [_joined_leaves(lanes, op.inputs[0].type, *ins)]
 
-    return [add(op.inputs[0].type, *ins)]
+
+def _joined_leaves(lanes: Lanes, t: Type, total: RuntimeValue, x: RuntimeValue) -> RuntimeValue:
+    if isinstance(t, Tuple):
+        return tuple([_joined_leaves(lanes, u, a, b) for u, a, b in zip(t.types, total, x, strict=True)])
+    p = t.placements[t.mesh.time or 0]
+    return [p.join(pair, lanes.xp) for pair in zip(total, x, strict=True)]
 
 
 op("Accumulate", comm=Communication(_accumulate, _added, memberwise=True), donates=(0,))

@@ -60,7 +60,7 @@ def communications(program: CompiledProgram) -> list[Communication]:
 
 
 def messages(program: CompiledProgram) -> dict[Kind, dict[int, Counter[Message]]]:
-    """How often each class of devices takes part in each message of a step, by kind; of transfers, those that it sends."""
+    """How often each class of devices takes part in each message of a step, by kind; in transfers, those that send."""
     counts: dict[Kind, dict[int, Counter[Message]]] = {}
     _count(program, program.main, 1, {}, counts)
     return counts

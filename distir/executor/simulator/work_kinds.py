@@ -128,6 +128,13 @@ class _Bundle(tuple[Term, ...]):
     __slots__ = ()
 
 
+def _form(term: Term, number: dict[Value, int], made: Op) -> object:
+    """A term by the numbers of the values in it, those of new ones being added; `made` for what an op has made."""
+    if isinstance(term, _Bundle):
+        return tuple([_form(x, number, made) for x in term])
+    return number.setdefault(term, len(number)) if isinstance(term, Value) else made
+
+
 class _Terms:
     """Terms of values, numbered, with communication erased."""
 
@@ -160,16 +167,10 @@ class _Terms:
         no argument is computed outside of calls."""
         made: dict[Value, tuple[int, int]] = {}
         number: dict[Value, int] = {}
-
-        def form_of(term: Term) -> object:
-            if isinstance(term, _Bundle):
-                return tuple([form_of(x) for x in term])
-            return number.setdefault(term, len(number)) if isinstance(term, Value) else calls[-1]
-
         rows: list[object] = []
         for n, call in enumerate(calls):
             shape = shapes.get(call.callee) if call.callee is not None else None
-            given = [made[v] if v in made else (form_of(self.main.get(v, v)),) for v in call.inputs]
+            given = [made[v] if v in made else (_form(self.main.get(v, v), number, calls[-1]),) for v in call.inputs]
             rows.append((shape[0] if shape is not None else call, *given))
             made.update([(v, (n, k)) for k, v in enumerate(call.outputs)])
         return tuple(rows)

@@ -226,25 +226,25 @@ def _connect(cut: Cut, free: Mapping[Value, Op]) -> None:
 
 def _take_free(group: Subgraph, free: Mapping[Value, Op]) -> Iterable[Value]:
     """Put the free ops that a group needs before their first use in it; returns the values that it takes."""
-    known: set[Value] = set()
     taken: list[Value] = []
     placed: list[Op] = []
-
-    def take(ops: Iterable[Op]) -> None:
-        for op in ops:
-            for v in op.inputs:
-                if v not in known:
-                    known.add(v)
-                    if v in free:
-                        take((free[v],))
-                    else:
-                        taken.append(v)
-            known.update(op.outputs)
-            placed.append(op)
-
-    take(group.ops)
+    _take(group.ops, free, set(), taken, placed)
     group.ops = placed
     return taken
+
+
+def _take(ops: Iterable[Op], free: Mapping[Value, Op], known: set[Value], taken: list[Value], placed: list[Op]) -> None:
+    """Add ops to `placed`, after the free ops that they need, and what is neither free nor `known` to `taken`."""
+    for op in ops:
+        for v in op.inputs:
+            if v not in known:
+                known.add(v)
+                if v in free:
+                    _take((free[v],), free, known, taken, placed)
+                else:
+                    taken.append(v)
+        known.update(op.outputs)
+        placed.append(op)
 
 
 def _saves_for(key: BodyKey, user: BodyKey) -> bool:

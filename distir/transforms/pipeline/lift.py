@@ -8,7 +8,8 @@ rounds less.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
 from distir.ir.cached import producers
 from distir.ir.device import TIME
@@ -27,28 +28,40 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
         return function, dict(stage)
 
     def replaced(maker: FunctionMaker, op: Op, env: dict[Value, Value], stages: dict[Op, int]) -> bool:
-        def total(v: Value, then: Sequence[Op]) -> Value:
-            """The sum over time of `v`, to which ops like `then` are applied before: of a lifted sum, the sum of its
-            operands' totals."""
-            inner = producer.get(v)
-            if inner in lifted and inner is not None:
-                if is_cast(inner):
-                    return total(inner.inputs[0], [inner, *then])
-                parts = [total(w, then) if _sums(w) else env.get(w, w) for w in inner.inputs]
-                return maker.add_op(inner.spec, v.name, parts, inner.attributes)
-            found = env.get(v, v)
-            for step in then:
-                found = maker.add_op(step.spec, v.name, [found], step.attributes)
-                if inner is not None and inner in stage:
-                    stages[maker.ops[-1]] = stage[inner]
-            return maker.add_op(op.spec, v.name, [found], op.attributes)
-
         if op in ends and producer.get(op.inputs[0]) in lifted:
-            env[op.outputs[0]] = total(op.inputs[0], [])
+            env[op.outputs[0]] = _Total(op, lifted, producer, stage, maker, env, stages).of(op.inputs[0], [])
             return True
         return op in lifted
 
     return rebuilt(function, stage, replaced)
+
+
+class _Total(NamedTuple):
+    """Makes the sum over time that `op` is, of what is left where sums are lifted. `stages` are those of new ops."""
+
+    op: Op
+    lifted: Set[Op]
+    producer: Mapping[Value, Op]
+    stage: Mapping[Op, int]
+    maker: FunctionMaker
+    env: Mapping[Value, Value]
+    stages: dict[Op, int]
+
+    def of(self, v: Value, then: Sequence[Op]) -> Value:
+        """The sum over time of `v`, to which ops like `then` are applied before: of a lifted sum, the sum of its
+        operands' totals."""
+        inner, env, maker = self.producer.get(v), self.env, self.maker
+        if inner in self.lifted and inner is not None:
+            if is_cast(inner):
+                return self.of(inner.inputs[0], [inner, *then])
+            parts = [self.of(w, then) if _sums(w) else env.get(w, w) for w in inner.inputs]
+            return maker.add_op(inner.spec, v.name, parts, inner.attributes)
+        found = env.get(v, v)
+        for step in then:
+            found = maker.add_op(step.spec, v.name, [found], step.attributes)
+            if inner is not None and inner in self.stage:
+                self.stages[maker.ops[-1]] = self.stage[inner]
+        return maker.add_op(self.op.spec, v.name, [found], self.op.attributes)
 
 
 def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value, Op]) -> set[Op]:
