@@ -389,11 +389,6 @@ class CostModel:
         wire = wire_of(spec)
         return wire.size(ins[0].bytes, outs[0].bytes) * wire.share(attrs, group.size)
 
-    def share_sent(self, spec: Spec, group: Group) -> float:
-        """Of the bytes of a collective's whole value the share that each device sends."""
-        a, b = wire_of(spec).sent(group.size)
-        return a / b
-
     def pattern(self, spec: Spec, size: float, group: Group) -> str:
         """How a collective on so many bytes is done, as `Wire` names patterns; "measured" where its seconds are."""
         wire = wire_of(spec)

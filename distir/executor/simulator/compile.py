@@ -338,8 +338,10 @@ class CompiledProgram:
                     seconds = cost.exposed(alone, p.group.size, least * share)
                 where = [(c, axis_text(axis), None) for c in p.classes]
                 beside_it = [self.stream(c, COMPUTE) for c in p.classes] if waited else []
-                size = cost.collective_bytes(spec, attrs, *sent, p.group)
-                message = Message(size, size * cost.share_sent(spec, p.group), p.group, alone)
+                message = None
+                if spec.comm is not None and spec.comm.wire is not None:  # else what it sends only its cost model knows
+                    size, (a, b) = cost.collective_bytes(spec, attrs, *sent, p.group), spec.comm.wire.sent(p.group.size)
+                    message = Message(size, size * a / b, p.group, alone)
                 part = self._part(op, seconds, where, devices=p.group.size, communicates=True, busy=beside_it)
                 parts.append(part._replace(message=message))
                 hidden = partner is not None or (beside and not waited)
