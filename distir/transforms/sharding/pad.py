@@ -196,8 +196,9 @@ class Padder:
             self.maker.ops.append(op)
             return
         ins = list(map(self._now, op.inputs))
+        renews = not self.function.updates.keys().isdisjoint(op.outputs)
         for mapping in mappings:
-            ins = self._fill(op, ins, mapping)
+            ins = self._clear(op, ins, mapping) if renews else self._fill(op, ins, mapping)
         attributes = dict(op.attributes)
         if op.spec.local:
             types = [self.type(v) for v in op.inputs], [self.type(v) for v in op.outputs]
@@ -231,6 +232,14 @@ class Padder:
         return [
             w if p.dim is None else self._filled(v, w, p.dim, value)
             for v, w, p in zip(op.inputs, ins, mapping.ins, strict=True)
+        ]
+
+    def _clear(self, op: Op, ins: list[Value], mapping: FactorMapping) -> list[Value]:
+        """The operands, filled with 0 where an op gives the next values of inputs: so are these, if it keeps zeros, and
+        it still is what gives them, as ZeRO expects of an optimizer."""
+        return [
+            w if p.dim is None else self._filled(v, w, p.dim, 0.0)
+            for v, w, p in zip(op.inputs, self._fill(op, ins, mapping), mapping.ins, strict=True)
         ]
 
     def _filled(self, source: Value, v: Value, dim: int, value: float) -> Value:

@@ -379,6 +379,12 @@ def uncleared(old: Callable[..., Any]) -> Callable[..., Any]:
     return output
 
 
+def uncleared_updates(patch: pytest.MonkeyPatch) -> None:
+    """Neither what an optimizer takes is cleared, nor what it gives."""
+    patch.setattr(pad.Padder, "_clear", pad.Padder._fill)
+    padder("_output", uncleared)(patch)
+
+
 def shorter(old: Callable[..., Any]) -> Callable[..., Any]:
     def output(self: Any, v: Value) -> Value:
         w = old(self, v)
@@ -556,7 +562,7 @@ FAULTS: dict[str, tuple[Case, Swap]] = {
     # pad
     "pad: 0 fills what a maximum is over": (STEP, neutral(0.0)),
     "pad: -inf fills what a sum is over": (FORWARD, neutral(float("-inf"))),
-    "pad: next weights are not cleared": (TOTAL, padder("_output", uncleared)),
+    "pad: next weights are not cleared": (TOTAL, uncleared_updates),
     "pad: sources one row short": (STEP, padder("_output", shorter)),
     "pad: inputs whose source is what they became": (STEP, padder("_input", sources_of_inputs)),
     "pad: filled from one index before": (STEP, padder("_filled", early)),
