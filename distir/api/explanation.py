@@ -13,9 +13,9 @@ from distir.api.prediction import Prediction
 from distir.api.results import aligned, html_table, paragraphs, seconds, size
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.communications import Communication, communications
 from distir.executor.simulator.labels import SEND
 from distir.executor.simulator.step_parts import BUBBLES, COMPUTE_PARTS, StageParts
+from distir.executor.simulator.traffic import TRANSFER, Traffic, traffic
 from distir.hardware.what_if import changed, changed_runtime
 from distir.hardware.what_if import check as check_factors
 from distir.ir import Function
@@ -106,9 +106,9 @@ class Explanation:
         return rows
 
     @cached_property
-    def communications(self) -> list[Communication]:
+    def traffic(self) -> list[Traffic]:
         """What a device communicates in the step, by kind of collective."""
-        return communications(self.prediction.simulation.program)
+        return traffic(self.prediction.simulation.program)
 
     def communication_table(self) -> list[tuple[str, ...]]:
         """A header, and a row per kind of communication: how often, how many bytes, in how many seconds; empty without
@@ -117,8 +117,8 @@ class Explanation:
         rows = [
             ("communication", "axis", "devices", "nodes", "algorithm", "times", "bytes", "seconds", "bus bandwidth")
         ]
-        for kind, times, least, most, total, rate in self.communications:
-            where = (axis if kind.axis == SEND else kind.axis, str(kind.devices), str(kind.nodes or "-"))
+        for kind, times, least, most, total, rate in self.traffic:
+            where = (axis if kind.collective == TRANSFER else kind.axis, str(kind.devices), str(kind.nodes or "-"))
             sizes = size(most) if least == most else f"{size(least)} to {size(most)}"
             figures = (
                 f"{times:,}",
@@ -127,7 +127,7 @@ class Explanation:
                 f"{rate / 1e9:.3g} GB/s" if rate >= _LEAST_RATE else "-",
             )
             rows.append((kind.collective, *where, kind.algorithm or "-", *figures))
-        return rows if self.communications else []
+        return rows if self.traffic else []
 
     def what_if(self) -> list[tuple[str, ...]]:
         """A header, and a row per change of the hardware; empty without one."""
@@ -191,7 +191,7 @@ class Explanation:
             "without_peak": self.prediction.without_peak,
             "parts": rows,
             "mean": self.mean,
-            "communication": [x.to_json() for x in self.communications],
+            "communication": [x.to_json() for x in self.traffic],
             "what_if": [{"change": e.change, "step_seconds": e.step_seconds} for e in self.effects],
         }
 

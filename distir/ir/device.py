@@ -44,6 +44,8 @@ def names_of(axis: AxisNames) -> tuple[str, ...]:
 
 TIME = "mb"
 """The name of the time axis: microbatches, one after the other on the same devices."""
+STREAMS = ("compute", "send", "recv", "host")
+"""What a device does at a time; for each axis also its collectives, so that no axis of a plan has such a name."""
 
 
 class Mesh:

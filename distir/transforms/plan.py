@@ -17,7 +17,7 @@ from functools import cached_property
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
-from distir.ir.device import TIME
+from distir.ir.device import STREAMS, TIME
 from distir.ir.errors import InfeasibleError, UsageError, counted, did_you_mean
 from distir.ir.files import read_toml, written
 from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
@@ -122,6 +122,8 @@ def _splits(given: Any) -> tuple[InputSplit, ...]:
     found = tuple([x if isinstance(x, InputSplit) else InputSplit.parse(str(x)) for x in given])
     names = [split.axis for split in found]
     for name in names:
+        if name in STREAMS:
+            raise UsageError(f"split: an axis cannot be named {name}, as a device's streams are", "choose another name")
         if name in _RESERVED or name in [f.name for f in AXES] or names.count(name) > 1:
             raise UsageError(f"split: the plan has an axis {name} already", "choose another name")
     return found

@@ -64,6 +64,7 @@ def cli(capfd: pytest.CaptureFixture[str]):
         (2, "cp=2:labels.2", "the shape of %labels is (8, 16)", "its dims are 0 to 1"),
         (2, "cp=2:labels.1,labels.0", "cp splits dims 1 and 0 of %labels", "another dim takes another axis"),
         (2, "dp=2:labels.1", "the plan has an axis dp already", "choose another name"),
+        (2, "compute=2:labels.1", "an axis cannot be named compute", "choose another name"),
         (2, "cp=2", "expected AXIS=N:INPUT.DIM,..., got 'cp=2'", "--help lists the flags"),
         (4, "cp=3:labels.1", "cp 3: dim 1 of %labels, 16, does not divide by 3", "use cp=2 or 4 or 8"),
         (4, "cp=8:labels.0", "cp 8: dim 0 of %labels, 8, does not divide by 2 x 8", "use cp=2 or 4"),

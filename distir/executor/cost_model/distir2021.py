@@ -60,6 +60,10 @@ class DistIR2021(CostModel):
         sent, of = wire_of(spec).sent(n)
         return sent * max(ins[0].bytes, outs[0].bytes) / of / _per_second(slowest)
 
+    def pattern(self, spec: Spec, size: float, group: Group) -> str:
+        """Of all collectives a ring's bytes over the slowest link."""
+        return "ring"
+
     def transfer(self, ins: Types, link: Link) -> float:
         return quantize(sum(t.bytes * _element(t) for t in ins) / _per_second(link.bandwidth))
 

@@ -29,7 +29,7 @@ from distir.executor.simulator.eight_bits import SAME, EightBits, eight_bits
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.expanded_keys import expanded_keys, larger
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
-from distir.executor.simulator.maxplus import Code, Issues, Message, OpPart, OpPlan, Slots, Twin
+from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Sent, Slots, Twin
 from distir.executor.simulator.ring_attention import ring_attention
 from distir.ir.cached import cached
 from distir.ir.device import AxisNames, Device, Mesh
@@ -341,7 +341,7 @@ class CompiledProgram:
                 message = None
                 if spec.comm is not None and spec.comm.wire is not None:  # else what it sends only its cost model knows
                     size, (a, b) = cost.collective_bytes(spec, attrs, *sent, p.group), spec.comm.wire.sent(p.group.size)
-                    message = Message(size, size * a / b, p.group, alone)
+                    message = Sent(size, size * a / b, p.group, p.group.nodes, alone)
                 part = self._part(op, seconds, where, devices=p.group.size, communicates=True, busy=beside_it)
                 parts.append(part._replace(message=message))
                 hidden = partner is not None or (beside and not waited)
@@ -408,13 +408,15 @@ class CompiledProgram:
     def _send(self, op: Op, result_classes: tuple[tuple[int, ...], ...]) -> OpPlan:
         ins = [v.type for v in op.inputs]
         a, b = _ends(op)
-        size, sent = sum([t.bytes for t in ins]), self.cost.bytes_sent(ins)
+        size, sent = float(sum([t.bytes for t in ins])), self.cost.bytes_sent(ins)
+        regular = self.cost.topology.regular
         parts: list[OpPart] = []
         for p in self.classes.pairs[a, b]:
             where = (p.source, SEND, b), (p.target, RECV, a)
             seconds = self.cost.transfer(ins, p.link)
+            nodes = None if regular is None else 1 + (p.link not in (regular.intra, regular.near_link))
             part = self._part(op, seconds, where, ((p.source,), (p.target,)), devices=2, communicates=True)
-            parts.append(part._replace(message=Message(size, sent, None, seconds)))
+            parts.append(part._replace(message=Sent(size, sent, None, nodes, seconds)))
         return _plan(parts, result_classes)
 
     def _fan(self, op: Op, outward: bool) -> OpPart:

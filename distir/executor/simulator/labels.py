@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distir.ir.device import AxisNames, Device, Mesh
+from distir.ir.device import STREAMS, AxisNames, Device, Mesh
 from distir.ir.function import Function, Op, Value
 
-COMPUTE, SEND, RECV, HOST = "compute", "send", "recv", "host"
+COMPUTE, SEND, RECV, HOST = STREAMS
 """Streams of a device, and that of its host; those of collectives have the names of their axes."""
 COMMUNICATION, ISSUE, WAIT, FUNCTION, STEP = "communication", "issue", "wait", "function", "step"
 """Categories of slices, besides COMPUTE. Only measured traces have the last four: launches of communication and waits

@@ -34,13 +34,15 @@ _ITS_OWN: Mapping[int, int] = {}
 """The classes of a body that is its own model."""
 
 
-class Message(NamedTuple):
+class Sent(NamedTuple):
     """What a part communicates: the bytes of the whole value of a collective (see `Wire`), or of a transfer; those
-    that each device sends; among whom, None for a transfer; and the seconds that it takes if nothing hides any."""
+    that each device sends; among whom, None for a transfer; on how many nodes, None if that is not known; and the
+    seconds that it takes if nothing hides any."""
 
     size: float
     sent: float
     group: Group | None
+    nodes: int | None
     seconds: float
 
 
@@ -60,7 +62,7 @@ class OpPart(NamedTuple):
     communicates: bool
     on: frozenset[int]
     issues: Issues | None = None
-    message: Message | None = None
+    message: Sent | None = None
 
     @property
     def lanes(self) -> tuple[int, ...]:

@@ -267,5 +267,6 @@ def _with_seconds(
 
 
 def _part(part: OpPart, timed: _Timed, seconds: Sequence[float]) -> OpPart:
-    issues = tuple([(host, quantize(seconds[k])) for host, k in timed.issues])
-    return part._replace(duration=quantize(seconds[timed.part]), issues=issues or part.issues)
+    issues, duration = tuple([(host, quantize(seconds[k])) for host, k in timed.issues]), quantize(seconds[timed.part])
+    message = part.message and part.message._replace(seconds=duration)
+    return part._replace(duration=duration, issues=issues or part.issues, message=message)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.labels import SEND, axis_text
-from distir.executor.simulator.maxplus import Call, Code, Message
+from distir.executor.simulator.maxplus import Call, Code, Sent
 from distir.ir.function import Op
 from distir.ir.pause import no_collection
 
 TRANSFER = "transfer"
+FAR = 16
+"""Sizes, one this many times the next, are told apart: of the smaller the latency counts, of the larger the bytes."""
 
 
-class Kind(NamedTuple):
+class TrafficKind(NamedTuple):
     """A kind of communication.
 
     - `axis`: the mesh axis, or several as "a+b"; SEND between stages;
-    - `collective`: "all-reduce", ...; else the name of the op; `devices`: among how many, on how many `nodes` (None
-      between stages);
+    - `collective`: "all-reduce", ..., "transfer" between stages, else the name of the op; `devices`: among how many, on
+      how many `nodes` (None where that is not known);
     - `algorithm`: "ring", "tree", "in-network", "pairs" or "next" (see `Wire`), "measured" where the seconds of the
       collective were; empty between stages.
     """
@@ -32,15 +35,16 @@ class Kind(NamedTuple):
     algorithm: str
 
 
-class Communication(NamedTuple):
-    """What a device communicates in a step in one kind of collective, or sends to other stages.
+class Traffic(NamedTuple):
+    """What a device communicates in a step in one kind of collective, or sends to other stages; of sizes that are not
+    far apart.
 
     The device is one of those that spend most on it. `times`: how often; `least` and `most`: the bytes of the smallest
     and the largest, of the whole value that is reduced, gathered or passed on; `seconds`: of all together, alone, what
     compute hides included; `bus_bandwidth`: the bytes/s that the device sends meanwhile, as nccl-tests count them.
     """
 
-    kind: Kind
+    kind: TrafficKind
     times: int
     least: float
     most: float
@@ -53,15 +57,15 @@ class Communication(NamedTuple):
 
 
 @no_collection()
-def communications(program: CompiledProgram) -> list[Communication]:
+def traffic(program: CompiledProgram) -> list[Traffic]:
     """What a step communicates, what takes longest first."""
-    found = [_most(kind, of_classes) for kind, of_classes in messages(program).items()]
+    found = [_most(kind, some) for kind, of_classes in messages(program).items() for some in _by_size(of_classes)]
     return sorted(found, key=lambda x: (-x.seconds, *x.kind[:2]))
 
 
-def messages(program: CompiledProgram) -> dict[Kind, dict[int, Counter[Message]]]:
+def messages(program: CompiledProgram) -> dict[TrafficKind, dict[int, Counter[Sent]]]:
     """How often each class of devices takes part in each message of a step, by kind; in transfers, those that send."""
-    counts: dict[Kind, dict[int, Counter[Message]]] = {}
+    counts: dict[TrafficKind, dict[int, Counter[Sent]]] = {}
     _count(program, program.main, 1, {}, counts)
     return counts
 
@@ -71,7 +75,7 @@ def _count(
     code: Code,
     times: int,
     classes: Mapping[int, int],
-    counts: dict[Kind, dict[int, Counter[Message]]],
+    counts: dict[TrafficKind, dict[int, Counter[Sent]]],
 ) -> None:
     """Add what runs of code communicate, by class. `classes`: those of the program, where they are not the code's."""
     calls: Counter[tuple[int, int]] = Counter()
@@ -93,15 +97,25 @@ def _count(
         _count(program, call.model, times * n, inside, counts)
 
 
-def _kind(program: CompiledProgram, op: Op, message: Message) -> Kind:
+def _kind(program: CompiledProgram, op: Op, message: Sent) -> TrafficKind:
     group, wire = message.group, op.spec.comm and op.spec.comm.wire
     if group is None:
-        return Kind(SEND, TRANSFER, 2, None, "")
+        return TrafficKind(SEND, TRANSFER, 2, message.nodes, "")
     name, algorithm = (wire and wire.collective) or op.op_type, program.cost.pattern(op.spec, message.size, group)
-    return Kind(axis_text(op.attributes["axis"]), name, group.size, group.nodes, algorithm)
+    return TrafficKind(axis_text(op.attributes["axis"]), name, group.size, group.nodes, algorithm)
 
 
-def _most(kind: Kind, of_classes: Mapping[int, Mapping[Message, int]]) -> Communication:
+def _by_size(of_classes: Mapping[int, Mapping[Sent, int]]) -> Iterator[dict[int, dict[Sent, int]]]:
+    """The messages of each class, those together whose sizes are less than FAR apart, the next larger from the next."""
+    sizes = sorted({m.size for counts in of_classes.values() for m in counts})
+    ends = [k for k, (a, b) in enumerate(pairwise(sizes), 1) if b >= FAR * a]
+    for begin, end in pairwise([0, *ends, len(sizes)]):
+        least, most = sizes[begin], sizes[end - 1]
+        found = {c: {m: n for m, n in counts.items() if least <= m.size <= most} for c, counts in of_classes.items()}
+        yield {c: counts for c, counts in found.items() if counts}
+
+
+def _most(kind: TrafficKind, of_classes: Mapping[int, Mapping[Sent, int]]) -> Traffic:
     """That of the class which spends most seconds on it."""
     seconds = {c: sum([m.seconds * n for m, n in counts.items()]) for c, counts in of_classes.items()}
     c = max(seconds, key=seconds.__getitem__)
@@ -109,4 +123,4 @@ def _most(kind: Kind, of_classes: Mapping[int, Mapping[Message, int]]) -> Commun
     sizes = [m.size for m in counts]
     sent = sum([m.sent * n for m, n in counts.items()])
     rate = sent / seconds[c] if seconds[c] else 0.0
-    return Communication(kind, sum(counts.values()), min(sizes), max(sizes), seconds[c], rate)
+    return Traffic(kind, sum(counts.values()), min(sizes), max(sizes), seconds[c], rate)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,12 +13,15 @@ from hypothesis import strategies as st
 import distir
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel, collective_cost
-from distir.executor.simulator.communications import Kind, communications, messages
 from distir.executor.simulator.labels import SEND, axis_text
 from distir.executor.simulator.simulation import Simulation
+from distir.executor.simulator.traffic import FAR, TrafficKind, messages, traffic
 from distir.hardware import load_cluster
 from distir.ir.topology import Group
 from tests.executor.random_schedules import random_program
+from tests.transforms.programs import Plan, Program, distributed, small_gpt
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def counted(simulation: Simulation) -> dict[tuple[str, str, str], tuple[int, float]]:
@@ -80,14 +85,36 @@ def test_the_device_that_communicates_most_is_shown() -> None:
     model = distir.load("gpt:layers=4,hidden=64,heads=4,vocab=512,seq=32,batch=16", loss="cross-entropy")
     program = distir.simulate(model, distir.Plan(dp=2, pp=2, tp=2, microbatches=4), "dgx-a100").simulation.program
     of_classes = messages(program)
-    rows = communications(program)
+    rows = traffic(program)
     assert [x.seconds for x in rows] == sorted([x.seconds for x in rows], reverse=True)
     for row in rows:
-        each = {c: sum([m.seconds * n for m, n in counts.items()]) for c, counts in of_classes[row.kind].items()}
+        found = {
+            c: {m: n for m, n in counts.items() if row.least <= m.size <= row.most}
+            for c, counts in of_classes[row.kind].items()
+        }
+        each = {c: sum([m.seconds * n for m, n in counts.items()]) for c, counts in found.items()}
         assert row.seconds == max(each.values())
-        counts = of_classes[row.kind][max(each, key=each.__getitem__)]
+        counts = found[max(each, key=each.__getitem__)]
         assert row.times == sum(counts.values())
         assert (row.least, row.most) == (min(m.size for m in counts), max(m.size for m in counts))
+
+
+def test_sizes_that_are_far_apart_are_rows_of_their_own() -> None:
+    """Each message is in one row; what is FAR apart is not in one row, what is not is not in two."""
+    model = distir.load("gpt:layers=4,hidden=512,heads=4,vocab=4096,seq=128,batch=16", loss="cross-entropy")
+    program = distir.simulate(model, distir.Plan(dp=2, tp=4, microbatches=4), "dgx-a100").simulation.program
+    rows, of_classes = traffic(program), messages(program)
+    several = [kind for kind in of_classes if len([row for row in rows if row.kind == kind]) > 1]
+    assert several
+    for kind, classes in of_classes.items():
+        mine = sorted([row for row in rows if row.kind == kind], key=lambda row: row.least)
+        assert all(b.least >= FAR * a.most for a, b in pairwise(mine))
+        sizes = sorted({m.size for counts in classes.values() for m in counts})
+        far = [k for k, (a, b) in enumerate(pairwise(sizes)) if b >= FAR * a]
+        assert len(mine) == 1 + len(far)
+        for c, counts in classes.items():
+            if len(classes) == 1:
+                assert sum(row.times for row in mine) == sum(counts.values()), c
 
 
 def test_bus_bandwidth_as_nccl_tests_count_it() -> None:
@@ -143,10 +170,32 @@ def without(group: Group, kind: str) -> Group:
     return group._replace(algorithms=tuple([a for a in group.algorithms if a.kind != kind]))
 
 
+def test_on_shared_cores_they_take_as_long_as_they_do() -> None:
+    """Ranks that wait for each other, and for cores: in all no less than what compute does not hide."""
+    model = distir.load(str(EXAMPLES / "gpt2-tiny.onnx"), {"batch": 8}, loss="cross-entropy")
+    for plan in (distir.Plan(dp=4), distir.Plan(dp=2, zero=3), distir.Plan(pp=2, microbatches=4)):
+        prediction = distir.simulate(model, plan, str(Path(__file__).parents[2] / "calibrated.toml"))
+        simulation = prediction.simulation
+        got, want = counted(simulation), traced(simulation)
+        assert {key: n for key, (n, _) in got.items()} == {key: n for key, (n, _) in want.items()}
+        for key, (_, seconds) in want.items():
+            assert got[key][1] == pytest.approx(seconds, rel=1e-6)
+        if plan.pp == 1:  # else devices also wait for what they receive
+            assert sum(row.seconds for row in traffic(simulation.program)) >= sum(prediction.exposed.values())
+
+
+def test_distir_2021_has_one_algorithm() -> None:
+    topology = load_cluster("dgx-a100", devices=16)
+    function = small_gpt().function
+    program = distributed(Program(function, []), Plan(dp=2)).program
+    kinds = {row.kind for row in traffic(Simulator(CostModel.distir2021(topology)).interpret(program).program)}
+    assert {kind.algorithm for kind in kinds} == {"ring"}
+
+
 def test_kinds_are_told_apart() -> None:
     """The same collective over one node and over two, and by another algorithm, are rows of their own."""
     model = distir.load("gpt:layers=2,hidden=512,heads=4,vocab=5120,seq=32,batch=32", loss="cross-entropy")
     program = distir.simulate(model, distir.Plan(dp=16), "dgx-a100").simulation.program
-    kinds = {row.kind for row in communications(program)}
-    assert Kind("dp", "all-reduce", 16, 2, "ring") in kinds
-    assert Kind("dp", "all-reduce", 16, 2, "tree") in kinds
+    kinds = {row.kind for row in traffic(program)}
+    assert TrafficKind("dp", "all-reduce", 16, 2, "ring") in kinds
+    assert TrafficKind("dp", "all-reduce", 16, 2, "tree") in kinds
