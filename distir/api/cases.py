@@ -377,7 +377,8 @@ def _setup(values: Mapping[str, Any]) -> Setup:
             raise UsageError(f"cp {values['cp']}: an {MLP} has no sequences")
         return Setup(model, Precision(), None, _plan(values), values["cluster"])
     if values["optimizer"] not in _OPTIMIZERS:
-        raise UsageError(f"optimizer {values['optimizer']} is none of {', '.join(_OPTIMIZERS)}")
+        wrong = "is not given" if values["optimizer"] == _NONE else f"{values['optimizer']} is unknown"
+        raise UsageError(f"optimizer {wrong}: expected {', '.join(_OPTIMIZERS)}")
     precision = Precision(dtype, _grad_dtype(values))
     if precision.gradients not in ("fp32", dtype):
         raise UsageError(f"grad_dtype {precision.gradients} is neither fp32 nor the dtype, {dtype}")

@@ -29,6 +29,8 @@ _COLOUR = {
 _OF_CATEGORY = dict(zip(CATEGORIES, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999"), strict=True))
 _COLOURS = [f"C{k}" for k in range(10)] + ["#000000", "#F0E442", "#009E73", "#56B4E9", "#882255", "#44AA99"]
 """Of names, one after the other."""
+_MARKERS = "osD^"
+"""Of points, where there are more names than colours."""
 _NARROW = 0.012
 """Bars narrower than this share of the timeline have no number."""
 _FEW_DECADES = 1e3
@@ -187,7 +189,8 @@ def curves(
 def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, within: float = 0.2) -> Figure:
     """Points of two positive quantities in one unit, on logarithmic axes: {name: [(x, y), ...]}, each name a colour.
 
-    Lines mark where both are equal, and where `y` is larger or smaller by the share `within`.
+    Lines mark where both are equal, and where `y` is larger or smaller by the share `within`. Where names are more
+    than colours, those of one colour have markers of their own.
     """
     figure = empty_figure(6.4, 4.8)  # first: it says what to do where there is no matplotlib
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -202,7 +205,8 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
         axes.plot(ends, [v * (1 + share) for v in ends], style, color="grey", linewidth=1, label=label)
     for k, (name, pairs) in enumerate(points.items()):
         colour = _COLOURS[k % len(_COLOURS)]
-        axes.plot([a for a, _ in pairs], [b for _, b in pairs], "o", markersize=4, alpha=0.8, color=colour, label=name)
+        marker, xs, ys = _MARKERS[k // len(_COLOURS) % len(_MARKERS)], [a for a, _ in pairs], [b for _, b in pairs]
+        axes.plot(xs, ys, marker, markersize=4, alpha=0.8, color=colour, label=name)
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
     few = ends[1] / ends[0] < _FEW_DECADES

@@ -20,7 +20,7 @@ from distir.hardware import load_cluster
 from distir.ir.errors import UsageError
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d
-from distir.viz import curves, grouped, memory, timeline
+from distir.viz import against, curves, grouped, memory, timeline
 from distir.viz.figure import MIME
 from distir.viz.spans import bars, live
 
@@ -91,6 +91,13 @@ def test_curves_are_what_was_given():
 
 
 BARS = {"time": ("s", {"a": [1.0, 2.0], "b": [3.0, 250.5]}), "rate": ("tokens/s", {"a": [5.0, 1.0], "b": [0.5, 2.0]})}
+
+
+def test_no_two_names_of_points_look_alike():
+    """Colour and marker together, of more names than there are colours."""
+    axes = against({f"source {k}": [(1.0 + k, 2.0 + k)] for k in range(40)}, x="measured", y="predicted").axes[0]
+    drawn = [line for line in axes.lines if str(line.get_label()).startswith("source")]
+    assert len(drawn) == len({(line.get_color(), line.get_marker()) for line in drawn}) == 40
 
 
 def test_bars_are_as_high_as_what_was_given():
