@@ -496,6 +496,23 @@ def test_forward_only_is_simulated(cli):
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--zero", "3"], ["ZeRO 3 splits nothing: there is one replica"]),
+        (["--zero", "3", "--dp", "2"], []),
+        (["--zero", "1", "--split", "cp=2:*.1"], []),
+        (["--sequence-parallel"], ["sequence parallelism splits nothing: there is no tensor parallelism"]),
+        (["--sequence-parallel", "--tp", "2"], []),
+    ],
+)
+def test_what_has_nothing_to_split_is_said(cli, flags: list[str], said: list[str]) -> None:
+    sizes = "gpt:layers=1,hidden=32,heads=2,vocab=64,seq=16,batch=4"
+    code, out, _ = cli("simulate", sizes, "--loss", "cross-entropy", "--cluster", "dgx-a100", *flags)
+    assert code == 0
+    assert [line for line in out.splitlines() if "splits nothing" in line] == said
+
+
+@pytest.mark.parametrize(
     "command", [("run", "--backend", "numpy", "--steps", 2), ("simulate", "--cluster", "cpu-2core")]
 )
 def test_what_trains_nothing_says_so(cli, command):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,16 @@ class Summary:
         if self.padded:
             rows = [f"{name} {_shape(a)} to {_shape(b)}" for name, (a, b) in self.padded.items()]
             lines.append(f"padded to be divisible: {', '.join(rows)}")
-        return lines
+        return [*lines, *self._without_effect()]
+
+    def _without_effect(self) -> list[str]:
+        """What the plan asks for, and has no devices to split over."""
+        plan, found = self.plan, list[str]()
+        if plan.zero and math.prod([a.size for a in plan.sharding.axes if a.strategy != WEIGHTS]) == 1:
+            found.append(f"ZeRO {plan.zero} splits nothing: there is one replica")
+        if plan.sequence_parallel and math.prod([a.size for a in plan.sharding.along(WEIGHTS)]) == 1:
+            found.append("sequence parallelism splits nothing: there is no tensor parallelism")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """JSON of all fields."""
