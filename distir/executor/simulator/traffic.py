@@ -40,8 +40,8 @@ class Traffic(NamedTuple):
     far apart.
 
     The device is one of those that spend most on it. `times`: how often; `least` and `most`: the bytes of the smallest
-    and the largest, of the whole value that is reduced, gathered or passed on; `seconds`: of all together, alone, what
-    compute hides included; `bus_bandwidth`: the bytes/s that the device sends meanwhile, as nccl-tests count them.
+    and the largest, of the whole value that is reduced, gathered or passed on; `seconds`: of all together, what compute
+    hides included; `bus_bandwidth`: the bytes/s that the device sends meanwhile, as nccl-tests count them.
     """
 
     kind: TrafficKind

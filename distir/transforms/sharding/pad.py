@@ -235,11 +235,15 @@ class Padder:
         ]
 
     def _clear(self, op: Op, ins: list[Value], mapping: FactorMapping) -> list[Value]:
-        """The operands, filled with 0 where an op gives the next values of inputs: so are these, if it keeps zeros, and
-        it still is what gives them, as ZeRO expects of an optimizer."""
+        """The operands, filled with 0 where an op gives the next values of inputs, and reduces over no padded dim.
+
+        So these are 0 there, if it keeps zeros, and it still is the op that gives them, as ZeRO expects of an optimizer.
+        """
+        if any(p.kind is not None for p in mapping.outs):
+            return self._fill(op, ins, mapping)
         return [
             w if p.dim is None else self._filled(v, w, p.dim, 0.0)
-            for v, w, p in zip(op.inputs, self._fill(op, ins, mapping), mapping.ins, strict=True)
+            for v, w, p in zip(op.inputs, ins, mapping.ins, strict=True)
         ]
 
     def _filled(self, source: Value, v: Value, dim: int, value: float) -> Value:

@@ -216,6 +216,23 @@ def test_what_reduces_a_padded_dim_sees_neutral_values() -> None:
     assert error(run(function, program), program.results()) <= TOLERANCE
 
 
+def test_a_state_that_is_reduced_over_a_padded_dim_sees_neutral_values() -> None:
+    """Its next value is the maximum: what such an op takes is not cleared, as what an optimizer takes is."""
+    f = FunctionMaker("top")
+    x = f.add_input_value("x", Tensor(Float64, (4, 9)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (9,)), Role("parameter"))
+    old = f.add_input_value("highest", Tensor(Float64, (4,)), Role("state"))
+    y = f.emit("Exp", f.emit("Mul", x, w))
+    new = f.emit("ReduceMax", f.emit("Neg", y), axes=(1,), keepdims=0)
+    f.set_outputs([f.emit("Add", new, old), new])
+    f.updates = {new: old}
+    program = Program(f.finalize(), [0.1 * np.arange(36.0).reshape(4, 9), np.ones(9), np.zeros(4)])
+    function = padded(program, 2)
+    assert [shape_of(v) for v in enlarged(function)] == [(4, 10), (10,)]
+    check_padding(program.function, function, evaluate)
+    assert error(run(function, program), program.results()) <= TOLERANCE
+
+
 def test_a_dim_along_which_integers_are_counted_is_not_padded() -> None:
     """Labels share the dim of positions with weights: those in its padding would count as labels."""
     f = FunctionMaker("positions")
