@@ -237,7 +237,7 @@ class Padder:
     def _clear(self, op: Op, ins: list[Value], mapping: FactorMapping) -> list[Value]:
         """The operands, filled with 0 where an op gives the next values of inputs, and reduces over no padded dim.
 
-        So these are 0 there, if it keeps zeros, and it still is the op that gives them, as ZeRO expects of an optimizer.
+        So these are 0 there, if it keeps zeros, and it is still the op that gives them, as ZeRO expects of optimizers.
         """
         if any(p.kind is not None for p in mapping.outs):
             return self._fill(op, ins, mapping)
