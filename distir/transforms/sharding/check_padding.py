@@ -75,7 +75,7 @@ class _Comparison:
         left = iter(source.ops)
         op = next(left, None)
         for new in self.padded.ops:
-            if new is op and self.untouched(new):  # as most
+            if new is op and tuple(map(self.source_of.get, new.inputs)) == new.inputs:  # as most
                 self.source_of.update(zip(new.outputs, new.outputs, strict=True))
                 op = next(left, None)
                 continue
@@ -101,15 +101,6 @@ class _Comparison:
 
     def corresponds(self, op: Op, new: Op) -> bool:
         return op.spec is new.spec and tuple(map(self.source_of.get, new.inputs)) == op.inputs
-
-    def untouched(self, op: Op) -> bool:
-        """Whether an op of both programs has the same operands there, without padding, and results that are new."""
-        known = self.tails.keys()
-        return (
-            tuple(map(self.source_of.get, op.inputs)) == op.inputs
-            and known.isdisjoint(op.inputs)
-            and known.isdisjoint(op.outputs)
-        )
 
     def note(self, w: Value, source: Value, tails: Tails | None = None) -> None:
         """Note what a value of the padded program is; its padding contains zeros, unless said otherwise."""

@@ -14,6 +14,7 @@ import distir
 from distir.api.data import index_ranges
 from distir.executor.reference.sequential import SequentialExecutor, evaluate
 from distir.ir import Function, FunctionMaker, Value, verify
+from distir.ir.errors import MismatchError
 from distir.ir.function import Role
 from distir.ir.same import same
 from distir.ir.type import Float64, Tensor
@@ -231,6 +232,19 @@ def test_a_state_that_is_reduced_over_a_padded_dim_sees_neutral_values() -> None
     assert [shape_of(v) for v in enlarged(function)] == [(4, 10), (10,)]
     check_padding(program.function, function, evaluate)
     assert error(run(function, program), program.results()) <= TOLERANCE
+
+
+def test_an_op_that_takes_what_padding_has_replaced_is_found() -> None:
+    """It is an op of the source, but its operand is not a value of the padded program."""
+    f = FunctionMaker("stale")
+    x = f.add_input_value("x", Tensor(Float64, (4, 9)), Role("data", 0))
+    f.set_outputs([f.emit("Exp", f.emit("Neg", x))])
+    source = f.finalize()
+    same_again = Function("stale", source.inputs, source.ops, source.outputs)
+    check_padding(source, same_again, evaluate)
+    replaced = Function("stale", (Value("x", x.type, x.role),), source.ops, source.outputs)
+    with pytest.raises(MismatchError, match="Neg"):
+        check_padding(source, replaced, evaluate)
 
 
 def test_a_dim_along_which_integers_are_counted_is_not_padded() -> None:
