@@ -61,6 +61,9 @@ def test_what_is_communicated_and_how(cli: Cli) -> None:
     head, *rows = out[begin:].split("\n\n")[0].splitlines()
     assert head.split()[1:6] == ["axis", "devices", "nodes", "algorithm", "times"]
     assert len(rows) == len(found)
+    assert [row.endswith(" -") for row in rows] == [row["bus_bandwidth"] < 1e6 for row in found]
+    assert any(row.endswith("GB/s") for row in rows)
+    assert any(row.endswith(" -") for row in rows)
     assert ["transfer", "pp", "2", "1", "-"] in [row.split()[:5] for row in rows]
     out = cli("explain", *MLP)[1]
     assert not any(line.startswith("communication") for line in out.splitlines())

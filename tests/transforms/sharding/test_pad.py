@@ -235,7 +235,8 @@ def test_a_state_that_is_reduced_over_a_padded_dim_sees_neutral_values() -> None
 
 
 def test_an_op_that_takes_what_padding_has_replaced_is_found() -> None:
-    """It is an op of the source, but its operand is not a value of the padded program."""
+    """It is an op of the source, but its operand is not a value of the padded program; also an output that is the
+    source's, but said to have another shape there."""
     f = FunctionMaker("stale")
     x = f.add_input_value("x", Tensor(Float64, (4, 9)), Role("data", 0))
     f.set_outputs([f.emit("Exp", f.emit("Neg", x))])
@@ -245,6 +246,9 @@ def test_an_op_that_takes_what_padding_has_replaced_is_found() -> None:
     replaced = Function("stale", (Value("x", x.type, x.role),), source.ops, source.outputs)
     with pytest.raises(MismatchError, match="Neg"):
         check_padding(source, replaced, evaluate)
+    lies = Function("stale", source.inputs, source.ops, source.outputs, {}, {source.outputs[0]: (3, 9)})
+    with pytest.raises(MismatchError, match="source shape"):
+        check_padding(source, lies, evaluate)
 
 
 def test_a_dim_along_which_integers_are_counted_is_not_padded() -> None:
