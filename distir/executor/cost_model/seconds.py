@@ -390,7 +390,10 @@ class CostModel:
         return wire.size(ins[0].bytes, outs[0].bytes) * wire.share(attrs, group.size)
 
     def pattern(self, spec: Spec, size: float, group: Group) -> str:
-        """How a collective on so many bytes is done, as `Wire` names patterns; "measured" where its seconds are."""
+        """How a collective on so many bytes is done, as `Wire` names patterns; "measured" where its seconds are.
+
+        A subclass with seconds of its own has its own.
+        """
         wire = wire_of(spec)
         if measured(group.measured, wire.collective, group.size) is not None:
             return "measured"

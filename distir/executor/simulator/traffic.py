@@ -59,11 +59,11 @@ class Traffic(NamedTuple):
 @no_collection()
 def traffic(program: CompiledProgram) -> list[Traffic]:
     """What a step communicates, what takes longest first."""
-    found = [_most(kind, some) for kind, of_classes in messages(program).items() for some in _by_size(of_classes)]
+    found = [_most(kind, some) for kind, of_classes in sent_by_class(program).items() for some in _by_size(of_classes)]
     return sorted(found, key=lambda x: (-x.seconds, *x.kind[:2]))
 
 
-def messages(program: CompiledProgram) -> dict[TrafficKind, dict[int, Counter[Sent]]]:
+def sent_by_class(program: CompiledProgram) -> dict[TrafficKind, dict[int, Counter[Sent]]]:
     """How often each class of devices takes part in each message of a step, by kind; in transfers, those that send."""
     counts: dict[TrafficKind, dict[int, Counter[Sent]]] = {}
     _count(program, program.main, 1, {}, counts)

@@ -16,7 +16,7 @@ from distir.executor.cost_model import CostModel, collective_cost
 from distir.executor.simulator.labels import SEND, axis_text
 from distir.executor.simulator.maxplus import Call
 from distir.executor.simulator.simulation import Simulation
-from distir.executor.simulator.traffic import FAR, TrafficKind, messages, traffic
+from distir.executor.simulator.traffic import FAR, TrafficKind, sent_by_class, traffic
 from distir.hardware import load_cluster
 from distir.ir.topology import Group
 from distir.models import gpt
@@ -31,7 +31,7 @@ def counted(simulation: Simulation) -> dict[tuple[str, str, str], tuple[int, flo
     """How often, and for how many seconds, the first device of each class communicates along each axis, by op."""
     program = simulation.program
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for kind, of_classes in messages(program).items():
+    for kind, of_classes in sent_by_class(program).items():
         for c, counts in of_classes.items():
             for message, n in counts.items():
                 found[repr(program.classes.first[c]), kind.axis, kind.collective] += [message.seconds] * n
@@ -97,7 +97,7 @@ def test_equal_stages_are_counted_each() -> None:
 def test_the_device_that_communicates_most_is_shown() -> None:
     model = distir.load("gpt:layers=4,hidden=64,heads=4,vocab=512,seq=32,batch=16", loss="cross-entropy")
     program = distir.simulate(model, distir.Plan(dp=2, pp=2, tp=2, microbatches=4), "dgx-a100").simulation.program
-    of_classes = messages(program)
+    of_classes = sent_by_class(program)
     rows = traffic(program)
     assert [x.seconds for x in rows] == sorted([x.seconds for x in rows], reverse=True)
     for row in rows:
@@ -116,7 +116,7 @@ def test_sizes_that_are_far_apart_are_rows_of_their_own() -> None:
     """Each message is in one row; what is FAR apart is not in one row, what is not is not in two."""
     model = distir.load("gpt:layers=4,hidden=512,heads=4,vocab=4096,seq=128,batch=16", loss="cross-entropy")
     program = distir.simulate(model, distir.Plan(dp=2, tp=4, microbatches=4), "dgx-a100").simulation.program
-    rows, of_classes = traffic(program), messages(program)
+    rows, of_classes = traffic(program), sent_by_class(program)
     several = [kind for kind in of_classes if len([row for row in rows if row.kind == kind]) > 1]
     assert several
     for kind, classes in of_classes.items():
@@ -132,17 +132,19 @@ def test_sizes_that_are_far_apart_are_rows_of_their_own() -> None:
 
 def test_bus_bandwidth_as_nccl_tests_count_it() -> None:
     """Of an all-reduce among n 2 (n - 1) / n of the bytes a second, of an all-gather (n - 1) / n, of a transfer all."""
+
+    def share(kind: TrafficKind) -> float:
+        n = kind.devices
+        return {"all-reduce": 2 * (n - 1) / n, "transfer": 1.0}.get(kind.collective, (n - 1) / n)
+
     model = distir.load("gpt:layers=2,hidden=64,heads=4,vocab=512,seq=32,batch=32", loss="cross-entropy")
     for plan in (distir.Plan(dp=8), distir.Plan(dp=8, zero=3), distir.Plan(pp=2, microbatches=2)):
         program = distir.simulate(model, plan, "dgx-h100").simulation.program
-        for kind, of_classes in messages(program).items():
-            n = kind.devices
-            share = {"all-reduce": 2 * (n - 1) / n, "transfer": 1.0}.get(kind.collective, (n - 1) / n)
-            assert all(m.sent == pytest.approx(m.size * share) for counts in of_classes.values() for m in counts)
+        for kind, of_classes in sent_by_class(program).items():
+            for message in [m for counts in of_classes.values() for m in counts]:
+                assert message.sent == pytest.approx(message.size * share(kind))
         for row in traffic(program):
-            n = row.kind.devices
-            share = {"all-reduce": 2 * (n - 1) / n, "transfer": 1.0}.get(row.kind.collective, (n - 1) / n)
-            low, high = (row.times * x * share / row.seconds for x in (row.least, row.most))
+            low, high = (row.times * x * share(row.kind) / row.seconds for x in (row.least, row.most))
             assert low * (1 - 1e-9) <= row.bus_bandwidth <= high * (1 + 1e-9)
 
 
@@ -152,7 +154,7 @@ def test_who_scatters_sends_a_part_of_each_transfer() -> None:
     plan = distir.Plan(tp=2, pp=2, microbatches=2)
     for runtime, share in (("megatron", 0.5), ("torch-eager", 1.0)):
         program = distir.simulate(model, plan, "dgx-a100", runtime=runtime).simulation.program
-        (found,) = [of_classes for kind, of_classes in messages(program).items() if kind.collective == "transfer"]
+        (found,) = [of_classes for kind, of_classes in sent_by_class(program).items() if kind.collective == "transfer"]
         assert min([m.sent / m.size for counts in found.values() for m in counts]) == share
 
 
