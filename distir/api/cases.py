@@ -20,11 +20,10 @@ from distir.api.model import PRECISIONS, Precision
 from distir.hardware import FP8, load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.host_runtime import Runtime
-from distir.models.blocks import first_weight
 from distir.models.decoder import ARCHITECTURES, Decoder
 from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.schedule import SCHEDULES
-from distir.transforms.plan import AXES, BUCKET_MB, MIB, Plan
+from distir.transforms.plan import AXES, BUCKET_MB, EVEN, MIB, Plan
 
 MLP = "mlp"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -468,13 +467,9 @@ def _gathered_again(values: Mapping[str, Any]) -> str:
 
 
 def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the stages of a decoder begin, by weights: at equal numbers of layers, as Megatron-LM has them; none to
-    balance them."""
-    layers, parts = values["layers"], values["pp"] * values["vpp"]
-    even = _runtime_of(values).even_stages
-    if not even or values["model_family"] == MLP or layers % parts:
-        return ()
-    return tuple([first_weight(k * layers // parts) for k in range(1, parts)])
+    """Where the stages of a decoder begin: at equal numbers of layers, as Megatron-LM has them; none to balance them."""
+    even = _runtime_of(values).even_stages and values["pp"] > 1 and values["model_family"] != MLP
+    return (EVEN,) if even else ()
 
 
 def _order(plan: Plan, values: Mapping[str, Any]) -> tuple[str, ...]:

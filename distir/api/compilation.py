@@ -61,7 +61,7 @@ def distribute(
         hint = "distir show without --rank prints the program of all ranks"
         raise UsageError(f"{model.name} is the program of one rank, which needs the others", hint)
     devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
-    splits, cuts = named_dims(function, plan.split), named_cuts(function, plan.cut)
+    splits, cuts = named_dims(function, plan.split), named_cuts(function, plan)
     made = spread(function, plan, devices, cost=cost, splits=splits, cuts=cuts)
     if check:
         verify(made.program)

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from distir.ir.errors import UsageError, did_you_mean
+from distir.ir.errors import InfeasibleError, UsageError, counted, did_you_mean
 from distir.ir.function import Function, Value
 from distir.ops.rules import shape_of
-from distir.transforms.plan import InputSplit
+from distir.transforms.pipeline.layers import even_layers, layers
+from distir.transforms.plan import EVEN, InputSplit, Plan, cut_by_layers
 from distir.transforms.roles import weights
 
+_NAMES = "--cut W,W,... names the weights at which stages begin"
 _SHOWN = 8
 """The most names that a hint lists."""
 
@@ -38,19 +40,54 @@ def named_dims(function: Function, splits: Sequence[InputSplit]) -> Mapping[str,
     return found
 
 
-def named_cuts(function: Function, names: Sequence[str]) -> tuple[int, ...]:
-    """The positions of the inputs of these names. Raises UsageError for a name that no input has, and for data."""
+def named_cuts(function: Function, plan: Plan) -> tuple[int, ...]:
+    """The positions of the inputs at whose first use the plan's stages begin, but the first.
+
+    What `Plan.cut` gives are names of inputs, numbers of layers, or `even` alone; a name goes before what else it could
+    mean. Raises UsageError for what is none of these, and for data; InfeasibleError for more stages than layers.
+    """
     position = {v.name: i for i, v in enumerate(function.inputs)}
+    if plan.cut == (EVEN,) and EVEN not in position:
+        return _even(function, plan.stage_count)
     data = [v.name for v in _data(function)]
-    for name in names:
-        if name not in position or name in data:
-            found = [v.name for v in weights(function) if v.kind != "state"]
-            listed = f"weights are {', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}"
-            listed = listed if found else "the model has no weights"
+    found: list[int] = []
+    for name in plan.cut:
+        if name in position and name not in data:
+            found.append(position[name])
+        elif name.isdecimal() and len(name) < 10:
+            found.append(_numbered(function, int(name)))
+        else:
+            named = [v.name for v in weights(function) if v.kind != "state"]
+            listed = f"weights are {', '.join(named[:_SHOWN])}{', ...' if len(named) > _SHOWN else ''}"
+            listed = listed if named else "the model has no weights"
             hint = did_you_mean(name, [x for x in position if x not in data], listed)
             what = f"{name!r} is data: a stage begins at a weight" if name in data else f"no input is called {name!r}"
             raise UsageError(f"cut: {what}", hint)
-    return tuple([position[name] for name in names])
+    return tuple(found)
+
+
+def _even(function: Function, stages: int) -> tuple[int, ...]:
+    """Where stages of equal numbers of layers begin. Raises InfeasibleError if there are too few."""
+    count = len(layers(function).first) if stages > 1 else 1
+    if count < stages:
+        raise InfeasibleError(f"cut: {stages} stages need a layer each: {_repeated(function)}", _NAMES)
+    return tuple([_numbered(function, int(name)) for name in cut_by_layers(even_layers(count, stages))])
+
+
+def _numbered(function: Function, number: int) -> int:
+    """The first weight of the layer of this number; of the number of layers, the first after them. Raises UsageError if
+    there is none."""
+    first, after = layers(function)
+    if number > len(first) or (number == len(first) and after is None):
+        raise UsageError(f"cut: there is no layer {number}: {_repeated(function)}", _NAMES)
+    return first[number] if number < len(first) else after  # type: ignore[return-value]
+
+
+def _repeated(function: Function) -> str:
+    """What layers there are, as a text."""
+    names = [function.inputs[i].name for i in layers(function).first]
+    listed = f", which begin at {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}" if names else ""
+    return f"{function.name} has {counted(len(names), 'layer')} that repeat{listed}"
 
 
 def _matches(function: Function, split: InputSplit, name: str, dim: int) -> list[Value]:

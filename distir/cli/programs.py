@@ -121,7 +121,7 @@ def _after(model: Model, plan: Plan, name: str, rank: int) -> Function:
 
 def _settings(function: Function, plan: Plan) -> PassContext:
     devices = [Device("cpu", i) for i in range(plan.size)]
-    splits, cuts = named_dims(function, plan.split), named_cuts(function, plan.cut)
+    splits, cuts = named_dims(function, plan.split), named_cuts(function, plan)
     return PassContext(plan, devices, splits=splits, cuts=cuts)
 
 

@@ -27,15 +27,6 @@ def build(config: Decoder, dtype: DType) -> Function:
     return _Builder(config, dtype).build()
 
 
-def first_weight(layer: int) -> str:
-    """The name of the weight that a layer uses first: a stage may begin there."""
-    return f"{_first_norm(layer)}.weight"
-
-
-def _first_norm(layer: int) -> str:
-    return f"{layer}.norm1"
-
-
 class _Builder:
     def __init__(self, config: Decoder, dtype: DType) -> None:
         self.config, self.dtype = config, dtype
@@ -76,7 +67,7 @@ class _Builder:
         """Attention and MLP, each added to what it is given; in parallel both to what the layer is given."""
         c = self.config
         mlp = self.experts if c.experts > 1 else self.mlp
-        normed = self.norm(x, _first_norm(i))
+        normed = self.norm(x, f"{i}.norm1")
         if c.parallel:
             return self.emit("Add", x, self.in_parallel(x, normed, i))
         x = self.emit("Add", x, self.after(self.attention(normed, f"{i}.attention", i), f"{i}.post_norm1"))

@@ -30,7 +30,7 @@ from distir.transforms.pipeline.schedule import make_table
 from distir.transforms.pipeline.schedule_table import rank_of_stage
 from distir.transforms.pipeline.send_narrow import send_narrow
 from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
-from distir.transforms.plan import BATCH, INPUTS, MIB, WEIGHTS, Plan
+from distir.transforms.plan import BATCH, EVEN, INPUTS, MIB, WEIGHTS, Plan
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.rewriting.part_constants import part_constants
@@ -135,7 +135,7 @@ def scheduled(placed: Function, settings: PassContext, bodies: BodyPasses | None
     if plan.zero == 3 and plan.gathered_again == "blocks":
         placed, kept = keep_whole(placed)
     rules = PhaseRules(loss_gradient, plan.zero == 3, kept)
-    if len(settings.cuts) != len(plan.cut):
+    if plan.cut and not settings.cuts and (len(where) > 1 or plan.cut != (EVEN,)):
         raise UsageError("cut: the inputs of these names are not given", "distir.api resolves them")
     cut = _cut(placed, len(where), plan.microbatches, settings.cost, plan.overlap, rules, settings.cuts)
     return pipeline(cut, stages, table, bodies)

@@ -7,6 +7,7 @@ number of devices along it; what a strategy does is a row of `sharding.strategie
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
 from distir.transforms.pipeline.recompute import WORDS
 from distir.transforms.pipeline.schedule import Schedule, check_name, make_table
-from distir.transforms.pipeline.schedule_table import as_table, format_table, parse_table
+from distir.transforms.pipeline.schedule_table import as_table, format_table, parse_table, rank_of_stage
 
 BATCH, WEIGHTS, STAGES, INPUTS = "batch", "weights", "stages", "inputs"
 """Strategies: the axis splits the batch; the weights; the program, into pipeline stages; dims of inputs by name."""
@@ -35,6 +36,8 @@ BUCKET_MB = 25.0
 MIB = 1 << 20
 MOST = 1 << 20
 """The most devices of a plan: that many can be listed in a few seconds."""
+EVEN, BALANCED = "even", "balanced"
+"""In place of weights to cut at: as many layers in each stage; stages balanced by cost, the default."""
 _NO_NUMBER = "inf"
 """Infinity, as TOML has it and JSON has not."""
 
@@ -136,13 +139,19 @@ def _names(given: Any, what: str) -> tuple[str, ...]:
     return tuple(given)
 
 
+def cut_by_layers(counts: Sequence[int]) -> tuple[str, ...]:
+    """`Plan.cut` for stages of these numbers of layers."""
+    return tuple(map(str, itertools.accumulate(counts[:-1])))
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """How a program is spread over dp * tp * pp devices: replicas, tensor shards, pipeline stages.
 
     `split` are further axes, which multiply the number of devices: along each, named dims of inputs are split
-    (`InputSplit`, or its text), and what is computed from them where that costs least. `cut` names a weight for each
-    pipeline stage but the first, where it begins; without, stages are balanced. The batch is cut into
+    (`InputSplit`, or its text), and what is computed from them where that costs least. `cut` says where
+    each pipeline stage but the first begins: the name of a weight, or the number of a layer (counted from 0), or "even"
+    alone for as many layers each (`distir.transforms.pipeline.layers`); without, stages are balanced. The batch is cut into
     `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or "distir2021";
     or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order` lists the axes,
     from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device does one thing at a
@@ -224,9 +233,9 @@ class Plan:
     )
     cut: tuple[str, ...] = _setting(
         (),
-        "weights, one for each pipeline stage but the first: a stage begins where its weight is first used; "
-        "default: stages are balanced",
-        check=lambda x: _names(x, "cut"),
+        "weights, one for each pipeline stage but the first, which begins where its weight is first used; or numbers "
+        "of layers, from 0; or `even`: as many layers each; or `balanced`, the default: by cost",
+        check=lambda x: () if _names(x, "cut") == (BALANCED,) else _names(x, "cut"),
         kind="names",
     )
     pad_multiple: int = _setting(
@@ -264,6 +273,11 @@ class Plan:
         """The axis of pipeline ranks."""
         return next(a for a in self.axes if a.strategy == STAGES)
 
+    @property
+    def stage_count(self) -> int:
+        """The number of pipeline stages, of all ranks."""
+        return len(rank_of_stage(make_table(self.schedule, self.stages.size, self.microbatches, self.chunks)))
+
     @cached_property
     def sharding(self) -> Sharding:
         """What decides placements."""
@@ -280,7 +294,9 @@ class Plan:
         text = f"{' x '.join([f'{a.name} {a.size}' for a in known])}, {counted(self.microbatches, 'microbatch', 'es')}"
         if self.stages.size > 1:
             text += f", {_schedule_text(self)}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
-        if self.cut:
+        if self.cut == (EVEN,):
+            text += ", stages of equal numbers of layers"
+        elif self.cut:
             text += f", cut at {', '.join(self.cut) if len(self.cut) < 5 else counted(len(self.cut), 'weight')}"
         text += "" if self.order == self._default_order() else f", order {','.join(self.order)}"
         text += f", ZeRO {self.zero}" if self.zero else ""

@@ -202,7 +202,7 @@ def filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gene
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    splits, cuts = named_dims(program.function, plan.plan.split), named_cuts(program.function, plan.plan.cut)
+    splits, cuts = named_dims(program.function, plan.plan.split), named_cuts(program.function, plan.plan)
     result = distribute(program.function, plan.plan, plan.devices, splits=splits, cuts=cuts)
     verify(result.placed)
     verify(result.program)
