@@ -467,7 +467,7 @@ def _gathered_again(values: Mapping[str, Any]) -> str:
 
 
 def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the stages of a decoder begin: at equal numbers of layers, as Megatron-LM has them; none to balance them."""
+    """Where the stages of a decoder begin: at equal numbers of layers, if its runtime has that; else none."""
     even = _runtime_of(values).even_stages and values["pp"] > 1 and values["model_family"] != MLP
     return (EVEN,) if even else ()
 

@@ -132,11 +132,17 @@ def _splits(given: Any) -> tuple[InputSplit, ...]:
     return found
 
 
-def _names(given: Any, what: str) -> tuple[str, ...]:
-    """A list of names. Raises UsageError for what is none."""
-    if not isinstance(given, list | tuple) or not all(isinstance(name, str) and name for name in given):
-        raise UsageError(f"{what} is a list of names, got {given!r}")
-    return tuple(given)
+def _cuts(given: Any) -> tuple[str, ...]:
+    """Where stages begin: names and numbers of layers, or a word. Raises UsageError for what is none."""
+    words = (given,) if given in (EVEN, BALANCED) else given
+    if not isinstance(words, list | tuple) or not all(_is_cut(x) for x in words):
+        raise UsageError(f"cut is a list of names or numbers of layers, {EVEN!r} or {BALANCED!r}, got {given!r}")
+    found = tuple(map(str, words))
+    return () if found == (BALANCED,) else found
+
+
+def _is_cut(x: Any) -> bool:
+    return x >= 0 if isinstance(x, int) and not isinstance(x, bool) else isinstance(x, str) and bool(x)
 
 
 def cut_by_layers(counts: Sequence[int]) -> tuple[str, ...]:
@@ -150,8 +156,8 @@ class Plan:
 
     `split` are further axes, which multiply the number of devices: along each, named dims of inputs are split
     (`InputSplit`, or its text), and what is computed from them where that costs least. `cut` says where
-    each pipeline stage but the first begins: the name of a weight, or the number of a layer (counted from 0), or "even"
-    alone for as many layers each (`distir.transforms.pipeline.layers`); without, stages are balanced. The batch is cut into
+    each pipeline stage but the first begins, by the name of a weight or the number of a layer, from 0; or it is "even",
+    for as many layers each (`distir.transforms.pipeline.layers`). Without, stages are balanced. The batch is cut into
     `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or "distir2021";
     or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order` lists the axes,
     from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device does one thing at a
@@ -235,7 +241,7 @@ class Plan:
         (),
         "weights, one for each pipeline stage but the first, which begins where its weight is first used; or numbers "
         "of layers, from 0; or `even`: as many layers each; or `balanced`, the default: by cost",
-        check=lambda x: () if _names(x, "cut") == (BALANCED,) else _names(x, "cut"),
+        check=lambda x: _cuts(x),
         kind="names",
     )
     pad_multiple: int = _setting(

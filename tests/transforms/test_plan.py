@@ -37,7 +37,7 @@ PLANS = st.builds(
     gathered_again=st.sampled_from(GATHERED_AGAIN),
     loss_gradient=st.sampled_from(["forward", "backward"]),
     pad_multiple=st.sampled_from([1, 8, 64]),
-    cut=st.lists(st.sampled_from(["h1.weight", "a b", 'c"d']), max_size=3).map(tuple),
+    cut=st.lists(st.sampled_from(["h1.weight", "a b", 'c"d', "even", "3"]), max_size=3).map(tuple),
 )
 
 
@@ -70,6 +70,30 @@ def test_a_plan_reads_back_from_its_file_and_its_repr(plan: Plan, tmp_path_facto
     given = plan.to_json()
     assert given.pop("devices") == plan.size
     assert Plan(**{**given, "bucket_mb": float(given["bucket_mb"]), "order": tuple(given["order"])}) == plan
+
+
+def test_where_stages_begin_may_be_said_in_other_ways(tmp_path: Path) -> None:
+    for said, want in (("even", ("even",)), ([2, 4], ("2", "4")), ((0, "w"), ("0", "w")), ("balanced", ())):
+        plan = Plan(pp=2, cut=said)  # type: ignore[arg-type]
+        assert plan.cut == want
+        assert (plan == Plan(pp=2)) == (want == ())
+    (tmp_path / "p.toml").write_text("cut = [2, 4]")
+    assert load_plan(tmp_path / "p.toml")["cut"] == ("2", "4")
+    assert "stages of equal numbers of layers" in str(Plan(pp=2, cut=("even",)))
+    assert "cut at 2, 4" in str(Plan(pp=3, cut=("2", "4")))
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages"),
+    [
+        (Plan(), 1),
+        (Plan(pp=4, microbatches=8), 4),
+        (Plan(pp=2, microbatches=4, chunks=3, schedule="interleaved"), 6),
+        (Plan(pp=2, microbatches=4, chunks=2, schedule=interleaved(2, 4, 2)), 4),
+    ],
+)
+def test_the_number_of_stages(plan: Plan, stages: int) -> None:
+    assert plan.stage_count == stages
 
 
 def test_a_file_says_only_what_differs(tmp_path: Path) -> None:
@@ -106,8 +130,10 @@ def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
         ("sequence_parallel = 'true'", "sequence_parallel is true or false, got 'true'", None),
         ("recompute = -1", "recompute: expected none, gathers", None),
         ("bucket_mb = -1", "bucket_mb is a number of at least 0, got -1", None),
-        ("cut = 'w'", "cut is a list of names, got 'w'", None),
-        ("cut = ['']", "cut is a list of names, got ['']", None),
+        ("cut = 'w'", "cut is a list of names or numbers of layers, 'even' or 'balanced', got 'w'", None),
+        ("cut = ['']", "cut is a list of names or numbers of layers, 'even' or 'balanced', got ['']", None),
+        ("cut = [-1]", "cut is a list of names or numbers of layers, 'even' or 'balanced', got [-1]", None),
+        ("cut = [true]", "cut is a list of names or numbers of layers, 'even' or 'balanced', got [True]", None),
         ("order = 'tp'", "order is a list of names, got 'tp'", None),
         ("loss_gradient = 'sideways'", "loss_gradient is forward or backward, got 'sideways'", None),
         ("order = ['tp', 'tp', 'pp']", "an order names tp, dp and pp once each, got tp, tp, pp", None),

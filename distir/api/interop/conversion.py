@@ -16,6 +16,7 @@ from distir.api.interop.plan_settings import (
     TrainingSettings,
     in_effect,
     nearest_request,
+    stage_notes,
 )
 from distir.api.interop.to_megatron import MEGATRON_STEPS, megatron_arguments
 from distir.api.interop.to_torchtitan import TORCHTITAN_STEPS, torchtitan_notes, torchtitan_toml
@@ -49,7 +50,7 @@ def _distir_toml(request: Request) -> str:
 _TOOLS = {
     "distir": _Tool("distir", (), _distir_toml, lambda r: ()),
     "torchtitan": _Tool("torchtitan", TORCHTITAN_STEPS, torchtitan_toml, lambda r: torchtitan_notes(r.plan)),
-    "megatron": _Tool("Megatron-LM", MEGATRON_STEPS, megatron_arguments, lambda r: ()),
+    "megatron": _Tool("Megatron-LM", MEGATRON_STEPS, megatron_arguments, lambda r: stage_notes(r.plan)),
 }
 TARGETS = tuple(_TOOLS)
 """For which plans are written."""

@@ -27,7 +27,7 @@ from distir.api.interop.shell_words import ShellOptions, shell_options
 from distir.api.interop.to_megatron import FSDP_STRATEGIES, gradient_bytes
 from distir.api.model import Precision
 from distir.ir.errors import UsageError, did_you_mean
-from distir.transforms.plan import MIB, Plan
+from distir.transforms.plan import EVEN, MIB, Plan, cut_by_layers
 
 _LEAST_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Elements of a bucket if none are given: at least so many, and so many for each data-parallel rank."""
@@ -82,7 +82,7 @@ def read_megatron(path: str | PathLike[str], devices: int | None = None, layers:
     precision = _precision(given)
     plan, whole = _plan(given, devices, layers, precision)
     settings = TrainingSettings(whole, given["seq-length"], precision, None, layers)
-    leave = ["loss_gradient", "cut"]
+    leave = ["loss_gradient"]
     leave += ["bucket_mb"] if plan.zero > 1 and plan.overlap else []
     leave += ["pad_multiple"] if given["make-vocab-size-divisible-by"] is None else []
     return ReadConfig(fields_of(plan, leave), settings, faults, notes, ignored, plan.size)
@@ -166,6 +166,7 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
         sequence_parallel=sequence,
         recompute=_recompute(given, sequence or cp > 1, layers, pp),
         split=splits_of({CONTEXT: cp, EXPERTS: ep, REPLICATE: replicate}),
+        cut=_cut(given, pp, chunks, layers),
         pad_multiple=given["make-vocab-size-divisible-by"] or 1,
     )
     return in_effect(replace(plan, order=nested(plan, given["use-tp-pp-dp-mapping"]))), whole
@@ -197,6 +198,34 @@ def _chunks(given: _Given, pp: int, layers: int | None) -> int:
     if layers % (pp * each):
         raise UsageError(f"{given.name}: {layers} layers are no multiple of pp {pp} x {each} layers a virtual stage")
     return layers // (pp * each)
+
+
+def _cut(given: _Given, pp: int, chunks: int, layers: int | None) -> tuple[str, ...]:
+    """Where stages begin: at equal numbers of layers, but for what is said of the first and the last pipeline rank, or
+    where the embedding and the head count as a layer each (Megatron-LM, transformer_block.py and transformer_layer.py:
+    get_num_layers_to_build and get_transformer_layer_offset)."""
+    ends = [given[f"decoder-{end}-pipeline-num-layers"] for end in ("first", "last")]
+    less = [int(given[f"account-for-{what}-in-pipeline-split"]) for what in ("embedding", "loss")]
+    if pp == 1:
+        return ()
+    if ends == [None, None] and less == [0, 0]:
+        return (EVEN,)
+    if layers is None:
+        text = f"{given.name}: stages of given numbers of layers of a model of unknown depth"
+        given.faults.append(Fault("cut", text, "--cut says where they begin"))
+        return ()
+    if ends != [None, None] and less != [0, 0]:
+        text = f"{given.name}: layers of the first or last rank, and an embedding or a head that counts as one"
+        raise UsageError(text, "give one of them")
+    others = [pp - 2 + (ends[0] is None) + (ends[1] is None), layers - sum([n or 0 for n in ends]) + sum(less)]
+    each, left = divmod(others[1], max(1, others[0]))
+    ranks = [each if ends[0] is None else ends[0], *[each] * (pp - 2), each if ends[1] is None else ends[1]]
+    counts = [n // chunks for n in ranks] * chunks
+    counts[0] -= less[0]
+    counts[-1] -= less[1]
+    if left or min(counts) < 0 or sum(counts) != layers:
+        raise UsageError(f"{given.name}: {layers} layers do not divide into stages of {pp} ranks, {chunks} each")
+    return cut_by_layers(counts)
 
 
 def _zero(given: _Given) -> int:

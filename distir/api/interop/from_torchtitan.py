@@ -32,13 +32,15 @@ from distir.api.interop.to_torchtitan import (
     SCHEDULE_NAMES,
     USUAL_CHUNKS,
     WHOLE_IN_PIPELINES,
+    layers_of_stages,
     torchtitan_notes,
     without_mixed_precision,
 )
 from distir.api.model import Precision
 from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.files import read_toml
-from distir.transforms.plan import Plan
+from distir.transforms.pipeline.layers import even_layers
+from distir.transforms.plan import EVEN, Plan, cut_by_layers
 
 _SECTIONS_NEAR = 0.8
 _OTHER_SCHEDULES = ("LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -92,7 +94,8 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
     given = _Given(name, values, devices, layers, faults)
     plan = _plan(given)
     settings = _settings(given, plan)
-    fields = fields_of(plan, ("bucket_mb", "overlap", "loss_gradient", "cut"))
+    unknown = ["cut"] if plan.pp > 1 and not plan.cut else []
+    fields = fields_of(plan, ["bucket_mb", "overlap", "loss_gradient", *unknown])
     if without_mixed_precision(plan) and not settings.dtype:
         notes.append("torchtitan has no mixed precision without FSDP beside other axes: all is in float32")
     return ReadConfig(fields, settings, faults, [*notes, *torchtitan_notes(plan)], ignored, plan.size)
@@ -157,6 +160,7 @@ def _plan(given: _Given) -> Plan:
         zero=zero,
         sequence_parallel=tp > 1,
         recompute=_recompute(given),
+        cut=_cut(given, pp * chunks),
         split=splits_of({CONTEXT: cp, EXPERTS: ep, REPLICATE: replicate}),
     )
     return in_effect(replace(plan, order=nested(plan)))
@@ -219,6 +223,27 @@ def _schedule(given: _Given, pp: int) -> tuple[str, int]:
     return file or found, _chunks(given, pp) if found == INTERLEAVED else 1
 
 
+def _cut(given: _Given, stages: int) -> tuple[str, ...]:
+    """Where stages begin, by numbers of layers; none if there is one, or where the model's depth is not known."""
+    if stages == 1 or given.layers is None:
+        return ()
+    less = _less_layers(given)
+    if min(less) < 0:
+        raise UsageError(f"{given.name}: the layers that a stage has less are at least 0, got {min(less)}")
+    counts = layers_of_stages(given.layers, stages, *less)
+    if min(counts) < 0:
+        raise UsageError(f"{given.name}: {given.layers} layers are too few for {stages} stages")
+    return (EVEN,) if counts == even_layers(given.layers, stages) else cut_by_layers(counts)
+
+
+def _less_layers(given: _Given) -> tuple[int, int]:
+    """How many layers the embedding and the head count for."""
+    return (
+        given["pipeline_parallel_first_stage_less_layers"],
+        given["pipeline_parallel_last_stage_less_layers"],
+    )
+
+
 def _chunks(given: _Given, pp: int) -> int:
     each = given["pipeline_parallel_layers_per_stage"]
     if each is None:
@@ -227,8 +252,7 @@ def _chunks(given: _Given, pp: int) -> int:
         text = f"{given.name}: stages of {each} layers of a model of unknown depth"
         given.faults.append(Fault("chunks", text, "--chunks says how many stages a pipeline rank has"))
         return USUAL_CHUNKS
-    ends = [given[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")]
-    stages = math.ceil((given.layers + sum(ends)) / each)
+    stages = math.ceil((given.layers + sum(_less_layers(given))) / each)
     if stages % pp:
         text = f"{given.layers} layers, {each} a stage, are {stages} stages: no multiple of {pp} pipeline ranks"
         raise UsageError(f"{given.name}: {text}")

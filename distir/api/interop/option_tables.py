@@ -38,12 +38,8 @@ TORCHTITAN: dict[str, dict[str, ToolOption]] = {
         ),
         "pipeline_parallel_degree": ToolOption(int, 1),
         "module_fqns_per_model_part": ToolOption(list, None, "cut", "stages of given modules"),
-        "pipeline_parallel_first_stage_less_layers": ToolOption(
-            int, 1, "", "stages are balanced by cost, not by numbers of layers"
-        ),
-        "pipeline_parallel_last_stage_less_layers": ToolOption(
-            int, 1, "", "stages are balanced by cost, not by numbers of layers"
-        ),
+        "pipeline_parallel_first_stage_less_layers": ToolOption(int, 1, "cut"),
+        "pipeline_parallel_last_stage_less_layers": ToolOption(int, 1, "cut"),
         "pipeline_parallel_layers_per_stage": ToolOption(int, None),
         "pipeline_parallel_schedule": ToolOption(str, "1F1B"),
         "pipeline_parallel_schedule_csv": ToolOption(str, ""),
@@ -93,6 +89,10 @@ MEGATRON: dict[str, ToolOption] = {
     "--pipeline-model-parallel-size": ToolOption(int, 1),
     "--num-layers-per-virtual-pipeline-stage": ToolOption(int),
     "--num-virtual-stages-per-pipeline-rank": ToolOption(int),
+    "--decoder-first-pipeline-num-layers": ToolOption(int),
+    "--decoder-last-pipeline-num-layers": ToolOption(int),
+    "--account-for-embedding-in-pipeline-split": ToolOption(bool, False),
+    "--account-for-loss-in-pipeline-split": ToolOption(bool, False),
     "--context-parallel-size": ToolOption(int, 1),
     "--expert-model-parallel-size": ToolOption(int, 1),
     "--expert-tensor-parallel-size": ToolOption(int),
@@ -127,8 +127,6 @@ MEGATRON: dict[str, ToolOption] = {
     "--make-vocab-size-divisible-by": ToolOption(int),
     # what distir does not do
     "--rampup-batch-size": ToolOption(list, None, "microbatches", "a batch that grows"),
-    "--decoder-first-pipeline-num-layers": ToolOption(int, None, "cut", "stages of given numbers of layers"),
-    "--decoder-last-pipeline-num-layers": ToolOption(int, None, "cut", "stages of given numbers of layers"),
     "--pipeline-model-parallel-layout": ToolOption(str, None, "cut", "stages of given layers"),
     "--distribute-saved-activations": ToolOption(bool, False, "recompute", "saved activations split over shards"),
     "--cpu-offloading-num-layers": ToolOption(int, 0, "recompute", "activations in the host's memory"),
@@ -142,8 +140,6 @@ MEGATRON: dict[str, ToolOption] = {
         bool, False, "", "communication of tensor parallelism is predicted whole, not in parts beside products"
     ),
     "--cp-comm-type": ToolOption(list, ["p2p"], "", "context parallelism gathers keys and values"),
-    "--account-for-embedding-in-pipeline-split": ToolOption(bool, False, "", "stages are balanced by cost"),
-    "--account-for-loss-in-pipeline-split": ToolOption(bool, False, "", "stages are balanced by cost"),
     "--overlap-param-gather-with-optimizer-step": ToolOption(bool, False, "", "gathers follow the optimizer"),
     "--defer-embedding-wgrad-compute": ToolOption(bool, False, "", "weight gradients are not deferred"),
     "--overlap-moe-expert-parallel-comm": ToolOption(

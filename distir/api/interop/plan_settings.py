@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from distir.api.model import Precision
 from distir.ir.errors import InfeasibleError, counted
 from distir.transforms.pipeline.schedule import SCHEDULES
-from distir.transforms.plan import InputSplit, Plan, default_of
+from distir.transforms.plan import EVEN, InputSplit, Plan, default_of
 
 CONTEXT, EXPERTS, REPLICATE = "cp", "ep", "replicate"
 """Names of further axes that have a meaning in the other tools."""
@@ -88,7 +88,8 @@ def nearest_request(request: Request, steps: Sequence[Step]) -> tuple[Request, l
 
 def in_effect(plan: Plan) -> Plan:
     """The plan without settings that change nothing: chunks of schedules that have none, the schedule of one microbatch
-    in one stage, ZeRO on one replica, sequence parallelism without tensor parallelism; axes of one device."""
+    in one stage, ZeRO on one replica, sequence parallelism without tensor parallelism, equal numbers of layers of one
+    stage; axes of one device."""
     kept = tuple([s for s in plan.split if s.size > 1])
     gone = [s.axis for s in plan.split if s.size == 1]
     changes: dict[str, Any] = {"split": kept, "order": tuple([name for name in plan.order if name not in gone])}
@@ -100,6 +101,8 @@ def in_effect(plan: Plan) -> Plan:
         changes["zero"] = 0
     if plan.tp == 1:
         changes["sequence_parallel"] = False
+    if plan.pp * changes.get("chunks", plan.chunks) == 1 and plan.cut == (EVEN,):
+        changes["cut"] = ()
     return replace(plan, **changes)
 
 
@@ -157,8 +160,15 @@ def without_loss_gradient(r: Request) -> tuple[str, Request] | None:
 
 
 def without_cut(r: Request) -> tuple[str, Request] | None:
-    """Stages are cut by the tool."""
-    return ("stages that begin at given weights", r.changed(cut=())) if r.plan.cut else None
+    """Stages are cut by the tool, at numbers of layers."""
+    return ("stages that begin at given weights", r.changed(cut=())) if r.plan.cut not in ((), (EVEN,)) else None
+
+
+def stage_notes(plan: Plan) -> list[str]:
+    """What a tool that gives stages numbers of layers does otherwise than a plan that balances them."""
+    if plan.pp == 1 or plan.cut:
+        return []
+    return ["stages are of equal numbers of layers, not balanced by cost: --cut even"]
 
 
 def with_known_axes(r: Request) -> tuple[str, Request] | None:

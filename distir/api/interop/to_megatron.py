@@ -30,6 +30,7 @@ from distir.api.interop.plan_settings import (
     ordered,
     samples,
     split_sizes,
+    stage_notes,
     with_accumulation,
     with_known_axes,
     with_schedule,
@@ -54,6 +55,7 @@ def megatron_arguments(request: Request) -> str:
     plan = request.plan
     lines = [
         f"# Megatron-LM: {plan}",
+        *[f"# note: {x}" for x in stage_notes(plan)],
         '# torchrun --nnodes ... --nproc-per-node ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" ...',
         f"WORLD_SIZE={plan.size}",
         "MEGATRON_ARGS=(",

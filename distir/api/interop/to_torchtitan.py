@@ -31,6 +31,7 @@ from distir.api.interop.plan_settings import (
     in_order,
     samples,
     split_sizes,
+    stage_notes,
     with_accumulation,
     with_known_axes,
     with_schedule,
@@ -40,14 +41,15 @@ from distir.api.interop.plan_settings import (
     without_padding,
 )
 from distir.api.model import Precision
-from distir.transforms.plan import BUCKET_MB, Plan
+from distir.transforms.pipeline.layers import even_layers
+from distir.transforms.plan import BUCKET_MB, EVEN, Plan
 
 TORCHTITAN_NAME = "torchtitan"
 SCHEDULE_NAMES = {ONE_F_ONE_B: "1F1B", INTERLEAVED: "Interleaved1F1B", GPIPE: "GPipe"}
 USUAL_CHUNKS = 2
 """The stages of a pipeline rank under a schedule of several, where the number of layers of one is not given."""
-_ENDS = 2
-"""The embedding and the output count as a layer each where layers are shared out among stages."""
+_LESS = (1, 1)
+"""The embedding and the output count as a layer each where layers are shared out among stages, if not told how."""
 RESHARDED = {3: "always", 2: "never", 1: "never"}
 """What FSDP does with gathered weights after the forward pass, by ZeRO stage."""
 WHOLE_IN_PIPELINES = 1
@@ -98,17 +100,40 @@ def torchtitan_toml(request: Request) -> str:
 
 def torchtitan_notes(plan: Plan) -> list[str]:
     """What torchtitan does otherwise than the plan."""
-    return ["recomputation by op also recomputes every second matrix product"] if plan.recompute == "selective" else []
+    by_op = ["recomputation by op also recomputes every second matrix product"] if plan.recompute == "selective" else []
+    return by_op + stage_notes(plan)
 
 
 def _schedule(plan: Plan, settings: TrainingSettings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     if plan.schedule not in SCHEDULE_NAMES:  # a file in torch's format
         kind = "PipelineScheduleSingle" if plan.chunks == 1 else "PipelineScheduleMulti"
-        return {"pipeline_parallel_schedule": kind, "pipeline_parallel_schedule_csv": fspath(plan.schedule)}  # type: ignore[arg-type]
-    found: dict[str, Any] = {"pipeline_parallel_schedule": SCHEDULE_NAMES[plan.schedule]}  # type: ignore[index]
-    if plan.chunks > USUAL_CHUNKS:
-        found["pipeline_parallel_layers_per_stage"] = _layers_per_stage(plan, settings)
+        found |= {"pipeline_parallel_schedule": kind, "pipeline_parallel_schedule_csv": fspath(plan.schedule)}  # type: ignore[arg-type]
+    else:
+        found["pipeline_parallel_schedule"] = SCHEDULE_NAMES[plan.schedule]  # type: ignore[index]
+        if plan.chunks > USUAL_CHUNKS:
+            found["pipeline_parallel_layers_per_stage"] = _layers_per_stage(plan, settings)
+    first, last = _less_layers(plan, settings) or _LESS
+    if (first, last) != _LESS:
+        found |= {"pipeline_parallel_first_stage_less_layers": first, "pipeline_parallel_last_stage_less_layers": last}
     return found
+
+
+def layers_of_stages(layers: int, stages: int, first: int, last: int) -> list[int]:
+    """The layers that torchtitan gives each of several stages, where the embedding and the output count as so many."""
+    each, left = divmod(layers + first + last, stages)
+    counts = [each + (k < left) for k in range(stages)]
+    return [counts[0] - first, *counts[1:-1], counts[-1] - last]
+
+
+def _less_layers(plan: Plan, settings: TrainingSettings) -> tuple[int, int] | None:
+    """What the embedding and the output count as for stages of equal numbers of layers; None if nothing gives these,
+    they are not known, or the plan has none."""
+    stages = plan.pp * plan.chunks
+    if plan.cut != (EVEN,) or stages == 1 or settings.layers is None:
+        return None
+    want = even_layers(settings.layers, stages)
+    return next((less for less in (_LESS, (0, 0)) if layers_of_stages(settings.layers, stages, *less) == want), None)
 
 
 def _layers_per_stage(plan: Plan, settings: TrainingSettings) -> int | None:
@@ -116,8 +141,9 @@ def _layers_per_stage(plan: Plan, settings: TrainingSettings) -> int | None:
     stages = plan.pp * plan.chunks
     if settings.layers is None:
         return None
-    each = math.ceil((settings.layers + _ENDS) / stages)
-    return each if math.ceil((settings.layers + _ENDS) / each) == stages else None
+    layers = settings.layers + sum(_less_layers(plan, settings) or _LESS)
+    each = math.ceil(layers / stages)
+    return each if math.ceil(layers / each) == stages else None
 
 
 # ---- what cannot be expressed
@@ -147,6 +173,13 @@ def _with_chunks(r: Request) -> tuple[str, Request] | None:
         return None
     layers = "a model of unknown depth" if r.settings.layers is None else f"{r.settings.layers} layers"
     return f"{r.plan.chunks} stages a pipeline rank of {layers}", r.changed(chunks=USUAL_CHUNKS)
+
+
+def _with_cut(r: Request) -> tuple[str, Request] | None:
+    if r.plan.cut != (EVEN,) or _less_layers(r.plan, r.settings):
+        return without_cut(r)
+    layers = "a model of unknown depth" if r.settings.layers is None else f"{r.settings.layers} layers"
+    return f"stages of equal numbers of layers of {layers}", r.changed(cut=())
 
 
 def _with_sequence(r: Request) -> tuple[str, Request] | None:
@@ -197,7 +230,6 @@ def _with_fsdp(r: Request) -> tuple[str, Request] | None:
 
 TORCHTITAN_STEPS: tuple[Step, ...] = (
     without_loss_gradient,
-    without_cut,
     with_known_axes,
     with_sharded_groups,
     _with_zero,
@@ -205,6 +237,7 @@ TORCHTITAN_STEPS: tuple[Step, ...] = (
     _with_schedule,
     all_gathered_again,
     without_padding,
+    _with_cut,
     _with_chunks,
     _with_sequence,
     _with_recompute,

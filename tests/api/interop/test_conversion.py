@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from dataclasses import fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from distir.api import Plan, load, simulate
-from distir.api.interop.conversion import READERS, TARGETS, check_faults, emit, nearest_plan
+from distir.api.interop.conversion import READERS, TARGETS, check_faults, emit, emit_notes, nearest_plan
 from distir.api.interop.option_tables import MEGATRON, TORCHTITAN
 from distir.api.interop.plan_settings import TrainingSettings, in_effect
 from distir.api.interop.shell_words import shell_options
@@ -27,7 +29,7 @@ HERE = Path(__file__).parent
 TOOLS = [t for t in TARGETS if t != "distir"]
 POWERS = st.sampled_from([1, 2, 4])
 SPLITS = {"cp": "*.1", "ep": "*.0,*.experts.*.0", "replicate": "*.0"}
-LEFT = {"torchtitan": {"bucket_mb", "overlap", "loss_gradient", "cut", "order"}, "megatron": {"loss_gradient", "cut"}}
+LEFT = {"torchtitan": {"bucket_mb", "overlap", "loss_gradient", "cut", "order"}, "megatron": {"loss_gradient"}}
 
 
 @st.composite
@@ -51,7 +53,7 @@ def plans(draw: st.DrawFn) -> Plan:
         gathered_again=draw(st.sampled_from(GATHERED_AGAIN)),
         loss_gradient=draw(st.sampled_from(["backward", "backward", "forward"])),
         split=tuple([f"{name}={sizes[name]}:{SPLITS[name]}" for name in names]),  # type: ignore[misc]
-        cut=draw(st.sampled_from([(), (), ("h1.weight",)])),
+        cut=draw(st.sampled_from([(), ("even",), ("h1.weight",)])),
         pad_multiple=draw(st.sampled_from([1, 1, 8, 128])),
     )
     last = {"nested": ["dp", "replicate", "pp"], "pipeline inside": ["pp", "dp", "replicate"]}.get(order)
@@ -113,6 +115,10 @@ def test_a_plan_that_can_be_written_reads_back(
     unsaid = {f.name for f in fields(Plan)} - set(read.fields)
     assert unsaid <= LEFT[tool] | {"order", "bucket_mb"}
     expected = said(near) | {name: found[name] for name in unsaid - {"order"}}
+    if near.pp > 1 and not near.cut:  # balanced by cost, which neither tool does: a note says so
+        assert tool == "torchtitan" or found["cut"] == ("even",)
+        assert any("equal numbers of layers" in note for note in emit_notes(near, tool, applied))
+        expected["cut"] = found["cut"]
     assert found == expected
     assert read.devices == plan.size
     assert read.settings.batch == applied.batch
@@ -146,11 +152,16 @@ HYBRID = Plan(dp=2, zero=3, split=("replicate=2:*.0",), order=("tp", "dp", "repl
     ("tool", "plan"),
     [
         ("torchtitan", Plan(dp=4, tp=2, microbatches=2, zero=3, sequence_parallel=True)),
-        ("torchtitan", Plan(dp=2, pp=2, microbatches=4, zero=1, recompute="full")),
+        ("torchtitan", Plan(dp=2, pp=2, microbatches=4, zero=1, recompute="full", cut=("even",))),
         ("torchtitan", HYBRID),
         ("torchtitan", Plan(dp=2, tp=2, split=("cp=2:*.1",), zero=2, sequence_parallel=True)),  # type: ignore[arg-type]
-        ("megatron", Plan(dp=2, tp=2, pp=2, microbatches=4, zero=1, sequence_parallel=True, recompute="gathers")),
-        ("megatron", Plan(dp=2, pp=2, microbatches=4, overlap=False, bucket_mb=math.inf, order=("tp", "pp", "dp"))),
+        ("megatron", replace(BOTH, split=(), pp=2, microbatches=4, order=(), cut=("even",))),
+        (
+            "megatron",
+            Plan(
+                dp=2, pp=2, microbatches=4, overlap=False, bucket_mb=math.inf, order=("tp", "pp", "dp"), cut=("even",)
+            ),
+        ),
         ("megatron", BOTH),
     ],
 )
@@ -464,6 +475,104 @@ def test_what_megatron_recomputes(text: str, recompute: str, tmp_path: Path) -> 
     read = megatron(f"--pipeline-model-parallel-size 2 {text}", tmp_path, layers=16)
     check_faults(read, ())
     assert read.fields["recompute"] == recompute
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "want"),
+    [
+        ("", 16, "even"),
+        ("", None, "even"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 16, "even"),
+        ("--decoder-first-pipeline-num-layers 1", 16, [1, 5, 5, 5]),
+        ("--decoder-last-pipeline-num-layers 4", 16, [4, 4, 4, 4]),
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4 --num-layers 16", 4, [2, 5, 5, 4]),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 14, [3, 4, 4, 3]),
+        ("--account-for-embedding-in-pipeline-split", 15, [3, 4, 4, 4]),
+        ("--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2", 15, "no multiple"),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            14,
+            [1, 2, 2, 2, 2, 2, 2, 1],
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 6 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            16,
+            [1, 2, 2, 3, 1, 2, 2, 3],
+        ),
+        ("--decoder-first-pipeline-num-layers 2", 16, "16 layers do not divide"),
+        ("--decoder-first-pipeline-num-layers 20", 16, "16 layers do not divide"),
+        ("--decoder-first-pipeline-num-layers 1 --num-virtual-stages-per-pipeline-rank 2", 16, "do not divide"),
+        ("--account-for-loss-in-pipeline-split", 16, "16 layers do not divide"),
+        ("--account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 1", 16, "give one of them"),
+    ],
+)
+def test_the_stages_of_megatron(text: str, layers: int | None, want: str | list[int], tmp_path: Path) -> None:
+    def read() -> Any:
+        return megatron(f"--pipeline-model-parallel-size 4 {text}", tmp_path, layers=layers)
+
+    if isinstance(want, str) and want != "even":
+        with pytest.raises(UsageError) as raised:
+            read()
+        assert want in f"{raised.value.message} {raised.value.hint}"
+        return
+    check_faults(read(), ())
+    assert read().fields["cut"] == (("even",) if want == "even" else tuple(map(str, accumulate(want[:-1]))))  # type: ignore[arg-type]
+
+
+def test_stages_of_a_model_of_unknown_depth(tmp_path: Path) -> None:
+    read = megatron("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1", tmp_path)
+    with pytest.raises(InfeasibleError, match="a model of unknown depth"):
+        check_faults(read, ())
+    check_faults(read, ("cut",))
+    assert "cut" not in toml(PIPELINE, tmp_path).fields
+    assert any("equal numbers of layers" in note for note in toml(PIPELINE, tmp_path).notes)
+
+
+PIPELINE = """
+activation_checkpoint = { mode = "none" }
+training = { local_batch_size = 4 }
+parallelism.pipeline_parallel_degree = 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "layers", "want"),
+    [
+        ("", 30, "even"),  # 7, 8, 8, 7
+        ("", 32, [8, 9, 8, 7]),  # 34 of 4 stages: 9, 9, 8, 8, less one in the first and the last
+        ("first_stage_less_layers = 0 last_stage_less_layers = 0", 32, "even"),
+        ("first_stage_less_layers = 0 last_stage_less_layers = 0", 33, [9, 8, 8, 8]),
+        ("first_stage_less_layers = 0 last_stage_less_layers = 2", 30, [8, 8, 8, 6]),
+        ("schedule = 'Interleaved1F1B'", 14, "even"),  # 1, 2, 2, 2, 2, 2, 2, 1
+        ("schedule = 'Interleaved1F1B'", 16, [2, 3, 2, 2, 2, 2, 2, 1]),
+        ("schedule = 'Interleaved1F1B'", 5, "5 layers are too few for 8 stages"),
+        ("first_stage_less_layers = -1", 16, "at least 0, got -1"),
+    ],
+)
+def test_the_stages_of_torchtitan(more: str, layers: int, want: str | list[int], tmp_path: Path) -> None:
+    """The layers of a stage are those of generate_llm_fqn_per_model_part, torchtitan 0.2."""
+    lines = [f"parallelism.pipeline_parallel_{line}" for line in re.findall(r"\w+ = \S+", more)]
+    text = "\n".join([PIPELINE, *lines])
+    if isinstance(want, str) and want != "even":
+        with pytest.raises(UsageError, match=want):
+            toml(text, tmp_path, layers=layers)
+        return
+    read = toml(text, tmp_path, layers=layers)
+    check_faults(read, ())
+    assert read.fields["cut"] == (("even",) if want == "even" else tuple(map(str, accumulate(want[:-1]))))  # type: ignore[arg-type]
+
+
+def test_equal_numbers_of_layers_are_written() -> None:
+    plan = Plan(dp=2, pp=4, microbatches=4, zero=1, cut=("even",))
+    for layers, keys in ((30, {}), (32, {"first": 0, "last": 0})):
+        found = torchtitan(plan, BATCH._replace(layers=layers))["parallelism"]
+        less = {end: found.get(f"pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last")}
+        assert {end: n for end, n in less.items() if n is not None} == keys
+    for layers, said in ((33, "equal numbers of layers of 33 layers"), (None, "of a model of unknown depth")):
+        with pytest.raises(InfeasibleError, match=said):
+            torchtitan(plan, BATCH._replace(layers=layers))
 
 
 def test_devices_and_micro_batch_must_be_said(tmp_path: Path) -> None:

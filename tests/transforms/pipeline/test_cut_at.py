@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from distir.api.named_dims import named_cuts
 from distir.cli import main
 from distir.ir import Function, FunctionMaker, Mesh
 from distir.ir.errors import DistirError, InfeasibleError, UsageError
@@ -47,6 +48,46 @@ def test_stages_begin_at_the_weights(plan: Plan) -> None:
     for k, (a, b) in enumerate(zip(begin, [*begin[1:], len(names)], strict=True)):
         assert {at[name] for name in names[a:b]} == {f"stage{k % plan.pp}"}, k
     assert at["wpe"] == "stage0"
+
+
+@pytest.mark.parametrize(
+    ("plan", "same"),
+    [
+        (Plan(pp=2, microbatches=2, cut=("even",)), ("h1.ln_1.weight",)),
+        (Plan(tp=2, pp=2, microbatches=4, cut=("1",)), ("h1.ln_1.weight",)),
+        (Plan(dp=2, pp=3, microbatches=2, cut=("0", "2"), zero=3), ("h0.ln_1.weight", "ln.weight")),
+        (Plan(pp=2, microbatches=2, cut=("ln.weight",)), ("ln.weight",)),
+    ],
+    ids=str,
+)
+def test_stages_begin_at_layers(plan: Plan, same: tuple[str, ...]) -> None:
+    program = small_gpt()
+    assert stages(check(program, plan), program.function) == stages(
+        check(program, plan._replace(cut=same)), program.function
+    )
+
+
+def test_one_stage_has_all_layers() -> None:
+    check(small_gpt(), Plan(dp=2, microbatches=2, cut=("even",)))
+
+
+def test_an_interleaved_schedule_has_stages_of_its_own() -> None:
+    program = small_gpt(layers=4)
+    plan = Plan(pp=2, microbatches=2, chunks=2, schedule="interleaved", cut=("even",))
+    at = stages(check(program, plan), program.function)
+    assert [at[f"h{i}.ln_1.weight"] for i in range(4)] == ["stage0", "stage1", "stage0", "stage1"]
+
+
+def test_a_name_goes_before_a_number() -> None:
+    f = FunctionMaker("m")
+    x = f.add_input_value("x", Tensor(Float64, (BATCH, 8)), Role("data", 0))
+    for name in ("0", "even", "1"):
+        x = f.emit("MatMul", x, f.add_input_value(name, Tensor(Float64, (8, 8)), Role("parameter")))
+    f.set_outputs([x])
+    function = f.finalize()
+    assert named_cuts(function, RealPlan(pp=2, cut=("1",))) == (3,)  # the second layer is the weight `even`
+    assert named_cuts(function, RealPlan(pp=2, cut=("even",))) == (2,)
+    assert named_cuts(function, RealPlan(pp=2, cut=("2",))) == (3,)
 
 
 @pytest.mark.parametrize("name", ["wpe", "h0.attn.proj.bias", "h1.mlp.proj.weight", "ln.weight"])
@@ -101,6 +142,10 @@ def test_what_needs_only_inputs_is_where_it_is_needed() -> None:
         (LAYERS[:1] * 2, 3, InfeasibleError, "%h0.ln_2.weight is named twice", "one weight of each"),
         (("ln.weight", "ln.bias"), 3, InfeasibleError, "%ln.bias is first used in the same op as %ln.weight", "one"),
         (("wte",), 2, InfeasibleError, "no op comes before the first use of %wte", "leave it out"),
+        (("3",), 2, UsageError, "there is no layer 3: gpt has 2 layers that repeat, which begin at h0.ln_1", "--cut W"),
+        (("even",), 3, InfeasibleError, "3 stages need a layer each: gpt has 2 layers that repeat", "--cut W,W"),
+        (("even", "1"), 3, UsageError, "no input is called 'even'", "weights are wte, wpe"),
+        (("9" * 5000,), 2, UsageError, "no input is called '999", "weights are wte, wpe"),
     ],
 )
 def test_a_cut_that_is_none(cut: tuple[str, ...], pp: int, kind: type[DistirError], said: str, hint: str) -> None:
