@@ -321,6 +321,77 @@ def test_simulate_is_shared_between_plans(trained):
     assert len(set(times)) == 3
 
 
+def decoder() -> Model:
+    return distir.load("gpt:layers=4,hidden=8,heads=2,vocab=16,seq=4,batch=8", loss="cross-entropy", optimizer="adamw")
+
+
+def test_what_is_simulated_again_is_not_built_again() -> None:
+    model, plan = decoder(), distir.Plan(pp=2, microbatches=2)
+    first = distir.simulate(model, plan, "dgx-a100")
+    again = distir.simulate(model, plan, "dgx-a100")
+    assert again.program is first.program
+    assert again.step_seconds == first.step_seconds
+    run = distir.run(model, plan, steps=1, check=True, backend="numpy")  # of this host, which has other costs
+    assert run.check is not None
+    other = distir.simulate(model, replace(plan, dp=2), "dgx-a100")
+    assert other.program is not first.program
+    assert distir.simulate(model, replace(plan, dp=2), "dgx-h100").program is not other.program
+    assert distir.simulate(decoder(), plan, "dgx-a100").step_seconds == first.step_seconds
+
+
+def test_devices_of_another_place_have_a_program_of_their_own() -> None:
+    model = decoder()
+    for at in (0, 4, 0):
+        devices = [Device("gpu", at + k) for k in range(4)]
+        made = distir.distribute(model, distir.Plan(dp=4), devices)
+        assert {d for v in made.inputs for d in v.type.device.devices} == set(devices)
+
+
+def test_a_changed_topology_is_priced_again() -> None:
+    """A link that became slow: stages are balanced again."""
+    topology = distir.Topology()
+    a, b = topology.add_device("gpu"), topology.add_device("gpu")
+    topology.set_bandwidth(a, b, 1e6)
+    cost = CostModel(topology)
+    model, plan = decoder(), distir.Plan(pp=2)
+    first = distir.simulate(model, plan, cost)
+    assert distir.simulate(model, plan, cost).program is first.program
+    topology.set_bandwidth(a, b, 1e-3)
+    assert distir.simulate(model, plan, cost).program is not first.program
+
+
+def test_what_a_user_does_to_a_cluster_stays_with_the_user() -> None:
+    model, plan = decoder(), distir.Plan(pp=2, cut=("even",))
+    first = distir.simulate(model, plan, "dgx-a100")
+    topology = first.simulation.program.cost.topology
+    topology.set_bandwidth(*topology.devices[:2], 1e-3)
+    latency = load_cluster("dgx-a100").get_latency(*topology.devices[:2])
+    assert topology.get_latency(*topology.devices[:2]) == latency > 0
+    assert distir.simulate(model, plan, topology).step_seconds > first.step_seconds
+    assert distir.simulate(model, plan, "dgx-a100").step_seconds == first.step_seconds
+
+
+def test_the_file_of_a_schedule_is_read_again(tmp_path: Path) -> None:
+    path, model = tmp_path / "table.csv", decoder()
+    plan = distir.Plan(pp=2, microbatches=2, schedule=str(path))
+    seconds = []
+    for text in ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"):
+        path.write_text(text)
+        seconds.append(distir.simulate(model, plan, "dgx-a100").step_seconds)
+    assert seconds[0] != seconds[1]
+
+
+def test_a_program_that_was_not_checked_is_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distir.api import compilation
+
+    calls: list[Function] = []
+    monkeypatch.setattr(compilation, "verify", calls.append)
+    model, plan = decoder(), distir.Plan(dp=2)
+    for check, count in ((False, 0), (True, 1), (True, 1), (False, 1)):
+        distir.distribute(model, plan, check=check)
+        assert len(calls) == count
+
+
 def test_results_print_well(trained):
     prediction = distir.simulate(trained, distir.Plan(tp=2), "dgx-a100")
     assert repr(prediction) == str(prediction)

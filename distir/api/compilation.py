@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from distir.api.model import Model, loads
 from distir.api.named_dims import named_cuts, named_dims
@@ -15,7 +17,7 @@ from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
 from distir.executor.simulator.simulation import Simulation, Simulator
-from distir.hardware import among, load_cluster, load_runtime
+from distir.hardware import among, known_clusters, load_cluster, load_runtime
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
@@ -24,6 +26,7 @@ from distir.ir.pause import no_collection
 from distir.transforms.parallel3d import distribute as spread
 from distir.transforms.parallel3d import source_of
 from distir.transforms.passes import DISTRIBUTED, ONE_RANK, PLACED, form_of
+from distir.transforms.pipeline.schedule import SCHEDULES
 from distir.transforms.pipeline.stages import PLAIN, StageCost
 from distir.transforms.plan import AXES, STAGES, InputSplit, Plan
 from distir.transforms.rank.as_run import as_run
@@ -61,13 +64,31 @@ def distribute(
         hint = "distir show without --rank prints the program of all ranks"
         raise UsageError(f"{model.name} is the program of one rank, which needs the others", hint)
     devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
+    asked = (plan, tuple(devices), cost)
+    last: _Distributed | None = function.cache.get(_LAST)
+    named = isinstance(plan.schedule, str) and plan.schedule in SCHEDULES  # a file may have changed
+    if named and last is not None and last.asked == asked and last.checked >= check:
+        return last.program
     splits, cuts = named_dims(function, plan.split), named_cuts(function, plan)
     made = spread(function, plan, devices, cost=cost, splits=splits, cuts=cuts)
     if check:
         verify(made.program)
         _check_made_from(function, made.source)
         _check_equal(made.program, made.source)
+    function.cache[_LAST] = _Distributed(asked, check, made.program)
     return made.program
+
+
+class _Distributed(NamedTuple):
+    """The program made of a function, the plan, devices and costs it was asked for, and whether it has been checked."""
+
+    asked: tuple[Plan, tuple[Device, ...], StageCost]
+    checked: bool
+    program: Function
+
+
+_LAST = object()
+"""The key in a function's cache of what was made of it last: to simulate, explain and run a plan, it is built once."""
 
 
 def plan_in_effect(model: Model, plan: Plan) -> Plan:
@@ -152,13 +173,32 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
     """
     if isinstance(cluster, CostModel):
         return cluster
+    if isinstance(cluster, str) and cluster in known_clusters():
+        cost, version = _shipped(cluster, nodes, plan.size, runtime)
+        if cost.topology.version == version:
+            return cost
+        _shipped.cache_clear()  # somebody has changed it
+    return _cost_model(cluster, nodes, plan.size, runtime)
+
+
+@lru_cache(maxsize=8)
+def _shipped(cluster: str, nodes: int | None, devices: int, runtime: str | None) -> tuple[CostModel, int]:
+    """The cost model of a shipped cluster: one, so that what has been priced by it is known again; and the version of
+    its topology."""
+    cost = _cost_model(cluster, nodes, devices, runtime)
+    return cost, cost.topology.version
+
+
+def _cost_model(
+    cluster: Topology | str | os.PathLike[str], nodes: int | None, devices: int, runtime: str | None
+) -> CostModel:
     host = None if runtime is None else load_runtime(runtime)
-    topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, plan.size)
+    topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, devices)
     regular = topology.regular
     if host is None and regular is not None:
         host = regular.runtime
     kind = topology.devices[0].kind if topology.devices else ""
-    return CostModel(topology, runtime=among(host, plan.size, kind, regular and regular.per_node))
+    return CostModel(topology, runtime=among(host, devices, kind, regular and regular.per_node))
 
 
 def check_8_bits(model: Model, cost: CostModel) -> None:

@@ -37,6 +37,8 @@ class OpSeconds(NamedTuple):
     """Gives the type for which a type of the program stands."""
     beside: AbstractSet[str] = frozenset()
     further: AbstractSet[str] = frozenset()
+    version: int = 0
+    """That of the topology: it may be changed, and the seconds with it."""
 
     def __call__(self, op: Op) -> float:
         cost, spec, attrs = self.cost, op.spec, op.attributes
@@ -72,5 +74,5 @@ def stage_cost(
     # each device sends only its own piece of a microbatch
     waits = cost.runtime is not None and cost.runtime.inline
     message = link.latency + cost.issue(lookup("Send")) if waits else 0.0
-    op = OpSeconds(cost, mesh, sized, replicas, further)
+    op = OpSeconds(cost, mesh, sized, replicas, further, cost.topology.version)
     return StageCost(op, 1 / (link.bandwidth * plan.sharding.pieces), message)

@@ -446,6 +446,8 @@ class Topology:
     def set_bandwidth(self, a: Device, b: Device, gbps: float) -> None:
         """Link two devices, both ways, with `gbps` gigabits (1.25e8 bytes) per second. The latency stays, or is 0."""
         old = self._links.get(a, {}).get(b)
+        if old is None and self.regular is not None:
+            old = _regular_link(self.regular, a, b)
         self.set_link(a, b, gbps * GIGABIT, old.latency if old else 0.0)
 
     def set_link(self, a: Device, b: Device, bandwidth: float, latency: float = 0.0) -> None:
