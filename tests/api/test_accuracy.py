@@ -377,20 +377,27 @@ def test_an_mlp_is_a_forward_and_backward_pass_without_update(table) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "begins"),
+    ("changes", "ranks"),
     [
-        ({"layers": 6, "pp": 3, "gpus": 12}, [2, 4]),
-        ({"layers": 5}, []),
-        ({"runtime": "torch-eager"}, []),
-        ({"pp": 1, "schedule": "none", "gpus": 4}, []),
+        ({"layers": 6, "pp": 3, "gpus": 12}, [0, 0, 1, 1, 2, 2]),
+        ({"layers": 7, "pp": 3, "gpus": 12}, [0, 0, 1, 1, 1, 2, 2]),  # the last has the head, the first the embedding
+        ({"layers": 6, "pp": 2, "vpp": 2, "schedule": "interleaved"}, [0, 1, 1, 0, 0, 1]),
+        ({"layers": 5, "model_family": "llama", "runtime": "torchtitan"}, [0, 0, 1, 1, 1]),
+        ({"layers": 1}, None),
+        ({"runtime": "torch-eager"}, None),
+        ({"pp": 1, "schedule": "none", "gpus": 4}, None),
     ],
 )
-def test_stages_of_megatron_have_equal_numbers_of_layers(table, changes: dict[str, Any], begins: list[int]) -> None:
-    """Where layers do not divide, or of other software, stages are balanced."""
+def test_stages_have_equal_numbers_of_layers(table, changes: dict[str, Any], ranks: list[int] | None) -> None:
+    """Of Megatron-LM and torchtitan; of other software, or where layers are too few, stages are balanced."""
     (row,) = read_rows(table({**GPT, **changes}))
     assert row.setup is not None
-    assert row.setup.plan.cut == tuple([f"{k}.norm1.weight" for k in begins])
+    assert row.setup.plan.cut == (() if ranks is None else ("even",))
     assert score(row).predicted is not None
+    if ranks is not None:
+        homes = {v.name: v.type.device for v in program_of(row).inputs}
+        found = [homes[f"{k}.norm1.weight"] for k in range(len(ranks))]
+        assert [home.name for home in found] == [f"stage{rank}" for rank in ranks]  # type: ignore[union-attr]
 
 
 def test_fsdp_in_a_pipeline_gathers_and_reduces_once_a_step(table) -> None:
@@ -430,10 +437,9 @@ def test_empty_cells(table) -> None:
     assert pipe.setup is not None
     assert (fp16.setup.precision, bf16.setup.precision) == (("fp16", "fp16"), ("bf16", "fp32"))
     assert fp16.setup.model.vocab == 51_200  # type: ignore[union-attr]
-    given = {"overlap": False, "bucket_mb": math.inf}
-    assert fp16.setup.plan == Plan(2, 2, 2, 4, **given, cut=("1.norm1.weight",))
-    begins = tuple([f"{k}.norm1.weight" for k in (2, 4, 6)])
-    assert pipe.setup.plan == Plan(2, 2, 2, 4, "interleaved", chunks=2, **given, cut=begins)
+    given = {"overlap": False, "bucket_mb": math.inf, "cut": ("even",)}
+    assert fp16.setup.plan == Plan(2, 2, 2, 4, **given)
+    assert pipe.setup.plan == Plan(2, 2, 2, 4, "interleaved", chunks=2, **given)
     assert [r.id for r in (fp16, bf16)] == ["line 2", "line 3"]
 
 
