@@ -358,6 +358,14 @@ def test_a_changed_topology_is_priced_again() -> None:
     assert distir.simulate(model, plan, cost).program is first.program
     topology.set_bandwidth(a, b, 1e-3)
     assert distir.simulate(model, plan, cost).program is not first.program
+    for other in (topology.add_device("gpu"), topology.add_device("gpu")):
+        for device in (a, b):
+            topology.set_bandwidth(device, other, 1e3)
+    topology.set_bandwidth(*topology.devices[2:], 1e3)
+    plan = distir.Plan(tp=2, pp=2)
+    first = distir.simulate(model, plan, cost)
+    topology.set_bandwidth(*topology.devices[2:], 1.0)  # the link of tensor parallelism, not that between the stages
+    assert distir.simulate(model, plan, cost).program is not first.program
 
 
 def test_what_a_user_does_to_a_cluster_stays_with_the_user() -> None:

@@ -468,8 +468,7 @@ def _gathered_again(values: Mapping[str, Any]) -> str:
 
 def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Where the stages of a decoder begin: at equal numbers of layers, if its runtime has that; else none."""
-    even = _runtime_of(values).even_stages and values["model_family"] != MLP
-    return (EVEN,) if even and values["layers"] >= values["pp"] * values["vpp"] > 1 else ()
+    return (EVEN,) if _runtime_of(values).even_stages and values["layers"] >= values["pp"] * values["vpp"] > 1 else ()
 
 
 def _order(plan: Plan, values: Mapping[str, Any]) -> tuple[str, ...]:

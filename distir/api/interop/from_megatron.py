@@ -218,12 +218,12 @@ def _cut(given: _Given, pp: int, chunks: int, layers: int | None) -> tuple[str, 
         text = f"{given.name}: layers of the first or last rank, and an embedding or a head that counts as one"
         raise UsageError(text, "give one of them")
     others = [pp - 2 + (ends[0] is None) + (ends[1] is None), layers - sum([n or 0 for n in ends]) + sum(less)]
-    each, left = divmod(others[1], max(1, others[0]))
+    each = others[1] // max(1, others[0])
     ranks = [each if ends[0] is None else ends[0], *[each] * (pp - 2), each if ends[1] is None else ends[1]]
     counts = [n // chunks for n in ranks] * chunks
     counts[0] -= less[0]
     counts[-1] -= less[1]
-    if left or min(counts) < 0 or sum(counts) != layers:
+    if min(counts) < 0 or sum(counts) != layers:
         raise UsageError(f"{given.name}: {layers} layers do not divide into stages of {pp} ranks, {chunks} each")
     return cut_by_layers(counts)
 

@@ -94,8 +94,7 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
     given = _Given(name, values, devices, layers, faults)
     plan = _plan(given)
     settings = _settings(given, plan)
-    unknown = ["cut"] if plan.pp > 1 and not plan.cut else []
-    fields = fields_of(plan, ["bucket_mb", "overlap", "loss_gradient", *unknown])
+    fields = fields_of(plan, ["bucket_mb", "overlap", "loss_gradient", *([] if plan.cut else ["cut"])])
     if without_mixed_precision(plan) and not settings.dtype:
         notes.append("torchtitan has no mixed precision without FSDP beside other axes: all is in float32")
     return ReadConfig(fields, settings, faults, [*notes, *torchtitan_notes(plan)], ignored, plan.size)

@@ -81,7 +81,7 @@ def _first_uses(function: Function) -> list[_Use]:
     }
     found: dict[int, _Use] = {}
     for op in function.ops:
-        if op.inputs and all([v in roots for v in op.inputs]):  # such as the cast of a weight
+        if all([v in roots for v in op.inputs]):  # such as the cast of a weight, or a constant
             roots.update(dict.fromkeys(op.outputs, tuple([i for v in op.inputs for i in roots[v]])))
             continue
         for k, v in enumerate(op.inputs):

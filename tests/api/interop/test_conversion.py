@@ -503,6 +503,7 @@ def test_what_megatron_recomputes(text: str, recompute: str, tmp_path: Path) -> 
         ),
         ("--decoder-first-pipeline-num-layers 2", 16, "16 layers do not divide"),
         ("--decoder-first-pipeline-num-layers 20", 16, "16 layers do not divide"),
+        ("--decoder-first-pipeline-num-layers 19", 16, "16 layers do not divide"),
         ("--decoder-first-pipeline-num-layers 1 --num-virtual-stages-per-pipeline-rank 2", 16, "do not divide"),
         ("--account-for-loss-in-pipeline-split", 16, "16 layers do not divide"),
         ("--account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 1", 16, "give one of them"),
@@ -564,12 +565,25 @@ def test_the_stages_of_torchtitan(more: str, layers: int, want: str | list[int],
     assert read.fields["cut"] == (("even",) if want == "even" else tuple(map(str, accumulate(want[:-1]))))  # type: ignore[arg-type]
 
 
+def test_stages_that_are_balanced_by_cost_are_noted() -> None:
+    for tool in TOOLS:
+        balanced = Plan(dp=2, pp=4, microbatches=4, zero=1)
+        assert [note for note in emit_notes(balanced, tool, BATCH) if "balanced by cost" in note]
+        assert "# note: stages are of equal numbers of layers" in emit(balanced, tool, BATCH)
+        for plan in (replace(balanced, cut=("even",)), Plan(dp=2)):
+            assert not emit_notes(plan, tool, BATCH)
+            assert "# note" not in emit(plan, tool, BATCH)
+
+
 def test_equal_numbers_of_layers_are_written() -> None:
     plan = Plan(dp=2, pp=4, microbatches=4, zero=1, cut=("even",))
     for layers, keys in ((30, {}), (32, {"first": 0, "last": 0})):
         found = torchtitan(plan, BATCH._replace(layers=layers))["parallelism"]
         less = {end: found.get(f"pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last")}
         assert {end: n for end, n in less.items() if n is not None} == keys
+    interleaved = replace(plan, schedule="interleaved", chunks=4)
+    found = torchtitan(interleaved, BATCH._replace(layers=32))["parallelism"]
+    assert (found["pipeline_parallel_layers_per_stage"], found["pipeline_parallel_last_stage_less_layers"]) == (2, 0)
     for layers, said in ((33, "equal numbers of layers of 33 layers"), (None, "of a model of unknown depth")):
         with pytest.raises(InfeasibleError, match=said):
             torchtitan(plan, BATCH._replace(layers=layers))

@@ -69,6 +69,7 @@ def test_stages_begin_at_layers(plan: Plan, same: tuple[str, ...]) -> None:
 
 def test_one_stage_has_all_layers() -> None:
     check(small_gpt(), Plan(dp=2, microbatches=2, cut=("even",)))
+    assert named_cuts(branches().function, RealPlan(dp=2, cut=("even",))) == ()  # in which nothing repeats
 
 
 def test_an_interleaved_schedule_has_stages_of_its_own() -> None:
@@ -81,13 +82,15 @@ def test_an_interleaved_schedule_has_stages_of_its_own() -> None:
 def test_a_name_goes_before_a_number() -> None:
     f = FunctionMaker("m")
     x = f.add_input_value("x", Tensor(Float64, (BATCH, 8)), Role("data", 0))
-    for name in ("0", "even", "1"):
+    for name in ("1", "0", "even"):
         x = f.emit("MatMul", x, f.add_input_value(name, Tensor(Float64, (8, 8)), Role("parameter")))
     f.set_outputs([x])
     function = f.finalize()
-    assert named_cuts(function, RealPlan(pp=2, cut=("1",))) == (3,)  # the second layer is the weight `even`
-    assert named_cuts(function, RealPlan(pp=2, cut=("even",))) == (2,)
-    assert named_cuts(function, RealPlan(pp=2, cut=("2",))) == (3,)
+    assert named_cuts(function, RealPlan(pp=2, cut=("1",))) == (1,)
+    assert named_cuts(function, RealPlan(pp=2, cut=("even",))) == (3,)
+    assert named_cuts(function, RealPlan(pp=2, cut=("2",))) == (3,)  # no name, but the third layer
+    with pytest.raises(UsageError, match="there is no layer 3: m has 3 layers"):  # nor anything after the last
+        named_cuts(function, RealPlan(pp=2, cut=("3",)))
 
 
 @pytest.mark.parametrize("name", ["wpe", "h0.attn.proj.bias", "h1.mlp.proj.weight", "ln.weight"])

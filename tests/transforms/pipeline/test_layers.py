@@ -65,6 +65,7 @@ def after(function: Function) -> str | None:
         ("p", [], None),
         ("pampampamdada", [0, 3, 6], 9),  # vectors alone are no layers beside products
         ("pmpmdpaapaa", [0, 2, 5, 8], None),  # those before the longest, too
+        ("paapaapaapmpmd", [0, 3, 6, 9, 11], 13),  # and behind it
     ],
 )
 def test_what_repeats_is_a_layer(letters: str, starts: list[int], end: int | None) -> None:
@@ -139,6 +140,18 @@ def test_layers_of_decoders(model: str, more: dict[str, str]) -> None:
 
 def test_layers_of_a_model_with_other_names() -> None:
     assert names(small_gpt().function) == ["h0.ln_1.weight", "h1.ln_1.weight"]
+
+
+def test_a_layer_begins_where_its_weight_is_used_not_where_it_is_cast() -> None:
+    chain = Chain()
+    ws = [chain.f.add_input_value(f"w{i}", Tensor(Float64, (WIDTH,)), Role("parameter")) for i in range(6)]
+    half = chain.f.emit("Constant", value=(0.5,), dtype=Float64, shape=())
+    scaled = [chain.f.emit("Mul", half, w) for w in reversed(ws)][::-1]
+    x = chain.x
+    for k, w in enumerate(scaled):
+        x = chain.f.emit("Sub", x, w) if k % 2 else chain.f.emit("Sub", w, x)
+    chain.f.set_outputs([x])
+    assert names(chain.f.finalize()) == ["w0", "w2", "w4"]
 
 
 def test_states_are_no_weights_of_layers() -> None:
