@@ -69,7 +69,10 @@ def test_stages_begin_at_layers(plan: Plan, same: tuple[str, ...]) -> None:
 
 def test_one_stage_has_all_layers() -> None:
     check(small_gpt(), Plan(dp=2, microbatches=2, cut=("even",)))
-    assert named_cuts(branches().function, RealPlan(dp=2, cut=("even",))) == ()  # in which nothing repeats
+    f = FunctionMaker("m")  # in which nothing repeats
+    x = f.add_input_value("x", Tensor(Float64, (BATCH, 8)), Role("data", 0))
+    f.set_outputs([f.emit("MatMul", x, f.add_input_value("w", Tensor(Float64, (8, 8)), Role("parameter")))])
+    assert named_cuts(f.finalize(), RealPlan(dp=2, cut=("even",))) == ()
 
 
 def test_an_interleaved_schedule_has_stages_of_its_own() -> None:
