@@ -174,19 +174,23 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
     if isinstance(cluster, CostModel):
         return cluster
     if isinstance(cluster, str) and cluster in known_clusters():
-        cost, version = _shipped(cluster, nodes, plan.size, runtime)
-        if cost.topology.version == version:
+        cost, made = _shipped(cluster, nodes, plan.size, runtime)
+        if made == _figures(cost):
             return cost
         _shipped.cache_clear()  # somebody has changed it
     return _cost_model(cluster, nodes, plan.size, runtime)
 
 
 @lru_cache(maxsize=8)
-def _shipped(cluster: str, nodes: int | None, devices: int, runtime: str | None) -> tuple[CostModel, int]:
-    """The cost model of a shipped cluster: one, so that what has been priced by it is known again; and the version of
-    its topology."""
+def _shipped(cluster: str, nodes: int | None, devices: int, runtime: str | None) -> tuple[CostModel, object]:
+    """The cost model of a shipped cluster: one, so that what has been priced by it is known again; and its figures."""
     cost = _cost_model(cluster, nodes, devices, runtime)
-    return cost, cost.topology.version
+    return cost, _figures(cost)
+
+
+def _figures(cost: CostModel) -> object:
+    """What is equal as long as nobody has changed a cost model."""
+    return id(cost.topology), cost.topology.version, id(cost.topology.regular), id(cost.runtime), cost.tf32
 
 
 def _cost_model(

@@ -10,10 +10,10 @@ from distir.ir.errors import InfeasibleError, UsageError, counted, did_you_mean
 from distir.ir.function import Function, Value
 from distir.ops.rules import shape_of
 from distir.transforms.pipeline.layers import even_layers, layers
-from distir.transforms.plan import EVEN, InputSplit, Plan, cut_by_layers
+from distir.transforms.plan import BALANCED, EVEN, InputSplit, Plan, cut_by_layers
 from distir.transforms.roles import weights
 
-_NAMES = "--cut W,W,... names the weights at which stages begin"
+_NAMES = f"--cut W,W,... gives weights, or numbers of layers, at which stages begin; or --cut {EVEN}"
 _SHOWN = 8
 """The most names that a hint lists."""
 
@@ -56,6 +56,8 @@ def named_cuts(function: Function, plan: Plan) -> tuple[int, ...]:
             found.append(position[name])
         elif name.isdecimal() and len(name) < 10:
             found.append(_numbered(function, int(name)))
+        elif name in (EVEN, BALANCED):
+            raise UsageError(f"cut: {name!r} stands alone", _NAMES)
         else:
             named = [v.name for v in weights(function) if v.kind != "state"]
             listed = f"weights are {', '.join(named[:_SHOWN])}{', ...' if len(named) > _SHOWN else ''}"

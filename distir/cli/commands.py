@@ -119,6 +119,7 @@ def compare(args: argparse.Namespace) -> None:
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
     from distir.cli.other_tools import (
+        check_layers,
         check_targets,
         note_differences,
         read_other_plan,
@@ -130,7 +131,9 @@ def simulate(args: argparse.Namespace) -> None:
     check_targets(args)
     with Progress("loading") as progress:
         read = read_other_plan(args)
-        model, plan = model_of(args), plan_of(args)
+        model = model_of(args)
+        check_layers(args, read, model)
+        plan = plan_of(args)
         note_differences(args, read, model)
         progress.phase("compiling and simulating")
         prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)

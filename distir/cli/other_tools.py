@@ -16,6 +16,7 @@ from distir.ir.files import check_writable, written
 from distir.models.config_file import is_config
 from distir.models.configs import described
 from distir.models.named import is_named, named
+from distir.transforms.pipeline.layers import layers
 
 if TYPE_CHECKING:  # `distir.api.interop` is imported where one of the flags is given
     from distir.api.interop.plan_settings import ReadConfig, TrainingSettings
@@ -44,6 +45,9 @@ def read_other_plan(args: argparse.Namespace) -> ReadConfig | None:
     read = READERS[tool](path, args.gpus, _layers(args))
     overridden = {name for name in [*read.fields, "cut", *_PRECISION] if getattr(args, name) is not None}
     check_faults(read, overridden)
+    staged = [f for f in ("pp", "chunks", "schedule") if f in overridden and getattr(args, f) != read.fields[f]]
+    if staged and "cut" not in overridden and read.fields.pop("cut", ()):
+        _note(f"{path}: with --{staged[0]} stages are balanced by cost, not as it says")
     for name, x in read.fields.items():
         if name not in overridden:
             setattr(args, name, x)
@@ -68,6 +72,16 @@ def _set_sizes(args: argparse.Namespace, settings: TrainingSettings) -> None:
     said += [*[name for name, _ in args.dim], *[name for name in ("batch", "seq") if getattr(args, name) is not None]]
     sizes = {"batch": settings.batch, "seq": settings.seq}
     args.dim += [(name, n) for name, n in sizes.items() if n is not None and name not in said]
+
+
+def check_layers(args: argparse.Namespace, read: ReadConfig | None, model: Model) -> None:
+    """Leave it to distir where stages begin, and say so, if the model has not as many layers as the file says."""
+    if read is None or not args.cut or args.cut != read.fields.get("cut"):
+        return
+    said, found = read.settings.layers, len(layers(model.function).first)
+    if said is not None and found != said:
+        _note(f"{counted(said, 'layer')} by the file, {found} that repeat in the model: stages are balanced by cost")
+        args.cut = ()
 
 
 def note_differences(args: argparse.Namespace, read: ReadConfig | None, model: Model) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import numbers
 import os
 import re
 from collections.abc import Sequence
@@ -137,12 +138,16 @@ def _cuts(given: Any) -> tuple[str, ...]:
     words = (given,) if given in (EVEN, BALANCED) else given
     if not isinstance(words, list | tuple) or not all(_is_cut(x) for x in words):
         raise UsageError(f"cut is a list of names or numbers of layers, {EVEN!r} or {BALANCED!r}, got {given!r}")
-    found = tuple(map(str, words))
+    found = tuple([str(int(x)) if _is_number(x) else str(x) for x in words])
     return () if found == (BALANCED,) else found
 
 
 def _is_cut(x: Any) -> bool:
-    return x >= 0 if isinstance(x, int) and not isinstance(x, bool) else isinstance(x, str) and bool(x)
+    return _is_number(x) or (isinstance(x, str) and x != "")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0
 
 
 def cut_by_layers(counts: Sequence[int]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -73,7 +74,13 @@ def test_a_plan_reads_back_from_its_file_and_its_repr(plan: Plan, tmp_path_facto
 
 
 def test_where_stages_begin_may_be_said_in_other_ways(tmp_path: Path) -> None:
-    for said, want in (("even", ("even",)), ([2, 4], ("2", "4")), ((0, "w"), ("0", "w")), ("balanced", ())):
+    for said, want in (
+        ("even", ("even",)),
+        ([2, 4], ("2", "4")),
+        ((0, "w"), ("0", "w")),
+        ([np.int64(3)], ("3",)),
+        ("balanced", ()),
+    ):
         plan = Plan(pp=2, cut=said)  # type: ignore[arg-type]
         assert plan.cut == want
         assert (plan == Plan(pp=2)) == (want == ())

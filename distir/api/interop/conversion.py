@@ -16,13 +16,12 @@ from distir.api.interop.plan_settings import (
     TrainingSettings,
     in_effect,
     nearest_request,
-    stage_notes,
 )
-from distir.api.interop.to_megatron import MEGATRON_STEPS, megatron_arguments
+from distir.api.interop.to_megatron import MEGATRON_STEPS, megatron_arguments, megatron_notes
 from distir.api.interop.to_torchtitan import TORCHTITAN_STEPS, torchtitan_notes, torchtitan_toml
 from distir.api.model import Precision
 from distir.ir.errors import InfeasibleError, counted
-from distir.transforms.plan import Plan
+from distir.transforms.plan import BALANCED, Plan
 
 
 class _Tool(NamedTuple):
@@ -49,8 +48,8 @@ def _distir_toml(request: Request) -> str:
 
 _TOOLS = {
     "distir": _Tool("distir", (), _distir_toml, lambda r: ()),
-    "torchtitan": _Tool("torchtitan", TORCHTITAN_STEPS, torchtitan_toml, lambda r: torchtitan_notes(r.plan)),
-    "megatron": _Tool("Megatron-LM", MEGATRON_STEPS, megatron_arguments, lambda r: stage_notes(r.plan)),
+    "torchtitan": _Tool("torchtitan", TORCHTITAN_STEPS, torchtitan_toml, torchtitan_notes),
+    "megatron": _Tool("Megatron-LM", MEGATRON_STEPS, megatron_arguments, megatron_notes),
 }
 TARGETS = tuple(_TOOLS)
 """For which plans are written."""
@@ -117,6 +116,8 @@ def _flag(f: Field[Any], x: Any) -> str:
         return f"--{name}" if x else f"--no-{name}"
     if f.name == "split":
         return " ".join([f"--split '{split}'" for split in x]) or "no --split"
+    if f.name == "cut" and not x:
+        return f"--cut {BALANCED}"
     if isinstance(x, tuple):
         return f"--{name} {','.join(x)}" if x else f"no --{name}"
     return f"--{name} {x!r}" if isinstance(x, float) else f"--{name} {x}"

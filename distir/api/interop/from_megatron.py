@@ -27,6 +27,7 @@ from distir.api.interop.shell_words import ShellOptions, shell_options
 from distir.api.interop.to_megatron import FSDP_STRATEGIES, gradient_bytes
 from distir.api.model import Precision
 from distir.ir.errors import UsageError, did_you_mean
+from distir.transforms.pipeline.layers import even_layers
 from distir.transforms.plan import EVEN, MIB, Plan, cut_by_layers
 
 _LEAST_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
@@ -78,7 +79,10 @@ def read_megatron(path: str | PathLike[str], devices: int | None = None, layers:
     devices = devices or _devices(found)
     if devices is None:
         raise UsageError(f"{name} does not say how many devices there are", "--gpus N")
-    layers = given["num-layers"] or layers
+    said = given["num-layers"]
+    if None not in (said, layers) and said != layers:
+        notes.append(f"{name} has {said} layers, the model {layers}")
+    layers = layers or said
     precision = _precision(given)
     plan, whole = _plan(given, devices, layers, precision)
     settings = TrainingSettings(whole, given["seq-length"], precision, None, layers)
@@ -195,37 +199,46 @@ def _chunks(given: _Given, pp: int, layers: int | None) -> int:
         text = f"{given.name}: virtual stages of {each} layers of a model of unknown depth"
         given.faults.append(Fault("chunks", text, "--chunks says how many stages a pipeline rank has"))
         return 1
-    if layers % (pp * each):
-        raise UsageError(f"{given.name}: {layers} layers are no multiple of pp {pp} x {each} layers a virtual stage")
-    return layers // (pp * each)
+    whole = layers + sum(_counted(given))
+    if whole % (pp * each):
+        counted = f"{layers} layers" + (f" and {whole - layers} that count as one" if whole > layers else "")
+        raise UsageError(f"{given.name}: {counted} are no multiple of pp {pp} x {each} layers a virtual stage")
+    return whole // (pp * each)
 
 
 def _cut(given: _Given, pp: int, chunks: int, layers: int | None) -> tuple[str, ...]:
     """Where stages begin: at equal numbers of layers, but for what is said of the first and the last pipeline rank, or
     where the embedding and the head count as a layer each (Megatron-LM, transformer_block.py and transformer_layer.py:
     get_num_layers_to_build and get_transformer_layer_offset)."""
-    ends = [given[f"decoder-{end}-pipeline-num-layers"] for end in ("first", "last")]
-    less = [int(given[f"account-for-{what}-in-pipeline-split"]) for what in ("embedding", "loss")]
+    ends, less = [given[f"decoder-{end}-pipeline-num-layers"] for end in ("first", "last")], _counted(given)
+    told = ends != [None, None]
+    if told and (sum(less) or given["num-layers-per-virtual-pipeline-stage"]):
+        what = "an embedding or a head that counts as one" if sum(less) else "those of a virtual stage"
+        raise UsageError(f"{given.name}: layers of the first or last rank, and {what}", "give one of them")
     if pp == 1:
         return ()
-    if ends == [None, None] and less == [0, 0]:
-        return (EVEN,)
     if layers is None:
-        text = f"{given.name}: stages of given numbers of layers of a model of unknown depth"
-        given.faults.append(Fault("cut", text, "--cut says where they begin"))
-        return ()
-    if ends != [None, None] and less != [0, 0]:
-        text = f"{given.name}: layers of the first or last rank, and an embedding or a head that counts as one"
-        raise UsageError(text, "give one of them")
-    others = [pp - 2 + (ends[0] is None) + (ends[1] is None), layers - sum([n or 0 for n in ends]) + sum(less)]
-    each = others[1] // max(1, others[0])
+        if told or sum(less):
+            text = f"{given.name}: stages of given numbers of layers of a model of unknown depth"
+            given.faults.append(Fault("cut", text, "--cut says where they begin"))
+        return (EVEN,)
+    others = pp - 2 + ends.count(None)
+    each = (layers - sum([n or 0 for n in ends]) + sum(less)) // max(1, others)
     ranks = [each if ends[0] is None else ends[0], *[each] * (pp - 2), each if ends[1] is None else ends[1]]
     counts = [n // chunks for n in ranks] * chunks
     counts[0] -= less[0]
     counts[-1] -= less[1]
     if min(counts) < 0 or sum(counts) != layers:
-        raise UsageError(f"{given.name}: {layers} layers do not divide into stages of {pp} ranks, {chunks} each")
-    return cut_by_layers(counts)
+        stages = f"{pp * chunks} stages" + (f", {chunks} a rank" if chunks > 1 else "")
+        text = f"{given.name}: {layers} layers cannot be shared out to {stages}, as it says"
+        given.faults.append(Fault("cut", text, "--cut says where they begin"))
+        return ()
+    return (EVEN,) if counts == even_layers(layers, pp * chunks) else cut_by_layers(counts)
+
+
+def _counted(given: _Given) -> list[int]:
+    """Whether the embedding and the head count as a layer."""
+    return [int(given[f"account-for-{what}-in-pipeline-split"]) for what in ("embedding", "loss")]
 
 
 def _zero(given: _Given) -> int:

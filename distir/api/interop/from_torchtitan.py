@@ -18,6 +18,7 @@ from distir.api.interop.plan_settings import (
     REPLICATE,
     Fault,
     ReadConfig,
+    Request,
     TrainingSettings,
     fields_of,
     in_effect,
@@ -32,7 +33,7 @@ from distir.api.interop.to_torchtitan import (
     SCHEDULE_NAMES,
     USUAL_CHUNKS,
     WHOLE_IN_PIPELINES,
-    layers_of_stages,
+    shared_out,
     torchtitan_notes,
     without_mixed_precision,
 )
@@ -97,7 +98,9 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
     fields = fields_of(plan, ["bucket_mb", "overlap", "loss_gradient", *([] if plan.cut else ["cut"])])
     if without_mixed_precision(plan) and not settings.dtype:
         notes.append("torchtitan has no mixed precision without FSDP beside other axes: all is in float32")
-    return ReadConfig(fields, settings, faults, [*notes, *torchtitan_notes(plan)], ignored, plan.size)
+    return ReadConfig(
+        fields, settings, faults, [*notes, *torchtitan_notes(Request(plan, settings))], ignored, plan.size
+    )
 
 
 def _section(name: str, section: str, options: Any) -> Mapping[str, ToolOption] | None:
@@ -229,7 +232,7 @@ def _cut(given: _Given, stages: int) -> tuple[str, ...]:
     less = _less_layers(given)
     if min(less) < 0:
         raise UsageError(f"{given.name}: the layers that a stage has less are at least 0, got {min(less)}")
-    counts = layers_of_stages(given.layers, stages, *less)
+    counts = shared_out(given.layers, stages, *less)
     if min(counts) < 0:
         raise UsageError(f"{given.name}: {given.layers} layers are too few for {stages} stages")
     return (EVEN,) if counts == even_layers(given.layers, stages) else cut_by_layers(counts)

@@ -11,10 +11,12 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distir.api.model import Precision
 from distir.ir.errors import InfeasibleError, counted
+from distir.transforms.pipeline.layers import even_layers
 from distir.transforms.pipeline.schedule import SCHEDULES
 from distir.transforms.plan import EVEN, InputSplit, Plan, default_of
 
@@ -44,8 +46,11 @@ class Request(NamedTuple):
     settings: TrainingSettings
 
     def changed(self, **changes: Any) -> Request:
-        """With other values of the plan's fields."""
-        return self._replace(plan=replace(self.plan, **changes))
+        """With other values of the plan's fields. For another number of stages it no longer says where each begins."""
+        plan = replace(self.plan, **changes)
+        if plan.pp * plan.chunks != self.plan.pp * self.plan.chunks and plan.cut != (EVEN,):
+            plan = replace(plan, cut=())
+        return self._replace(plan=plan)
 
 
 class Fault(NamedTuple):
@@ -159,16 +164,35 @@ def without_loss_gradient(r: Request) -> tuple[str, Request] | None:
     return "the gradient of the loss in the forward pass", r.changed(loss_gradient=usual)
 
 
-def without_cut(r: Request) -> tuple[str, Request] | None:
-    """Stages are cut by the tool, at numbers of layers."""
-    return ("stages that begin at given weights", r.changed(cut=())) if r.plan.cut not in ((), (EVEN,)) else None
+def with_layers_of_stages(r: Request, expressible: Callable[[Sequence[int]], bool]) -> tuple[str, Request] | None:
+    """A tool shares out layers by number. `expressible`: whether it can give stages these numbers of layers."""
+    plan, layers = r.plan, r.settings.layers
+    if not plan.cut or (plan.cut == (EVEN,) and plan.pp * plan.chunks == 1):
+        return None
+    counts = layers_of_stages(plan, layers)
+    if counts is not None and expressible(counts):
+        return None
+    if counts is not None:
+        what = f"stages of {', '.join(map(str, counts))} layers"
+    elif layers is None and all([name == EVEN or name.isdecimal() for name in plan.cut]):
+        what = "stages of numbers of layers of a model of unknown depth"
+    else:
+        what = "stages that begin at given weights"
+    return what, r.changed(cut=())
 
 
-def stage_notes(plan: Plan) -> list[str]:
-    """What a tool that gives stages numbers of layers does otherwise than a plan that balances them."""
-    if plan.pp == 1 or plan.cut:
-        return []
-    return ["stages are of equal numbers of layers, not balanced by cost: --cut even"]
+def layers_of_stages(plan: Plan, layers: int | None) -> list[int] | None:
+    """The layers that each stage of a plan has, of so many; None where it does not say, or they are not known."""
+    stages = plan.pp * plan.chunks
+    if layers is None or not plan.cut:
+        return None
+    if plan.cut == (EVEN,):
+        return even_layers(layers, stages)
+    if not all([name.isdecimal() for name in plan.cut]) or len(plan.cut) != stages - 1:
+        return None
+    begins = [0, *map(int, plan.cut), layers]
+    counts = [b - a for a, b in pairwise(begins)]
+    return counts if min(counts) >= 0 else None
 
 
 def with_known_axes(r: Request) -> tuple[str, Request] | None:

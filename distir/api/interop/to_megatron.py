@@ -15,7 +15,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from distir.api.interop.plan_settings import (
     CONTEXT,
@@ -26,20 +27,20 @@ from distir.api.interop.plan_settings import (
     Request,
     Step,
     all_gathered_again,
+    layers_of_stages,
     nested,
     ordered,
     samples,
     split_sizes,
-    stage_notes,
     with_accumulation,
     with_known_axes,
+    with_layers_of_stages,
     with_schedule,
     with_sharded_groups,
-    without_cut,
     without_loss_gradient,
 )
 from distir.api.model import Precision
-from distir.transforms.plan import BUCKET_MB, MIB
+from distir.transforms.plan import BUCKET_MB, EVEN, MIB
 
 FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """By ZeRO stage."""
@@ -55,7 +56,7 @@ def megatron_arguments(request: Request) -> str:
     plan = request.plan
     lines = [
         f"# Megatron-LM: {plan}",
-        *[f"# note: {x}" for x in stage_notes(plan)],
+        *[f"# note: {x}" for x in megatron_notes(request)],
         '# torchrun --nnodes ... --nproc-per-node ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" ...',
         f"WORLD_SIZE={plan.size}",
         "MEGATRON_ARGS=(",
@@ -65,6 +66,13 @@ def megatron_arguments(request: Request) -> str:
     return "\n".join([*lines, ""])
 
 
+def megatron_notes(request: Request) -> list[str]:
+    """What Megatron-LM does otherwise than the plan."""
+    if request.plan.pp == 1 or request.plan.cut:
+        return []
+    return ["stages have equal numbers of layers, not equal costs: --cut even"]
+
+
 def _arguments(request: Request) -> Iterator[str]:
     plan, settings = request
     sizes = split_sizes(plan)
@@ -72,6 +80,7 @@ def _arguments(request: Request) -> Iterator[str]:
     yield f"--pipeline-model-parallel-size {plan.pp}"
     if plan.chunks > 1:
         yield f"--num-virtual-stages-per-pipeline-rank {plan.chunks}"
+    yield from _layers_of_ends(request)
     if sizes[CONTEXT] > 1:
         yield f"--context-parallel-size {sizes[CONTEXT]}"
     if sizes[EXPERTS] > 1:
@@ -94,6 +103,45 @@ def _arguments(request: Request) -> Iterator[str]:
     elif plan.recompute == _CORE_ATTENTION:
         yield "--recompute-granularity selective"
     yield from _precision(settings.precision)
+
+
+def _layers_of_ends(request: Request) -> Iterator[str]:
+    """How many layers the first and the last rank have, where that is another number."""
+    plan = request.plan
+    counts = layers_of_stages(plan, request.settings.layers)
+    found = _ends(counts, plan.pp, plan.chunks) if counts is not None else None
+    if found is None:
+        return
+    for end, n in zip(("first", "last"), found.ranks, strict=True):
+        if n is not None:
+            yield f"--decoder-{end}-pipeline-num-layers {n}"
+    for what, counted in zip(("embedding", "loss"), found.counted, strict=True):
+        if counted:
+            yield f"--account-for-{what}-in-pipeline-split"
+
+
+class _Ends(NamedTuple):
+    """What is told of the ends of a pipeline: the layers of the first and the last rank, if not those of the others;
+    whether the embedding and the head count as a layer."""
+
+    ranks: tuple[int | None, int | None] = (None, None)
+    counted: tuple[bool, bool] = (False, False)
+
+
+def _ends(counts: Sequence[int], pp: int, chunks: int) -> _Ends | None:
+    """What gives stages these numbers of layers; None if nothing does."""
+    for counted in ((False, False), (True, False), (False, True), (True, True)):
+        whole = [*counts]
+        whole[0] += counted[0]
+        whole[-1] += counted[1]
+        if len(set(whole)) == 1:
+            return _Ends(counted=counted)
+    ranks = counts[:pp]
+    if pp == 1 or [*counts] != [*ranks] * chunks or len(set(ranks[1:-1])) > 1:
+        return None
+    others = ranks[1] if pp > 2 else None
+    first, last = [None if n == others else n * chunks for n in (ranks[0], ranks[-1])]
+    return _Ends((first, last))
 
 
 def _zero(request: Request) -> Iterator[str]:
@@ -141,9 +189,9 @@ def gradient_bytes(precision: Precision) -> int:
 
 
 def _with_layers(r: Request) -> tuple[str, Request] | None:
-    """Every stage has as many layers."""
+    """Every stage has as many layers, if nothing else is said."""
     plan, layers = r.plan, r.settings.layers
-    if layers is None or layers % (plan.pp * plan.chunks) == 0:
+    if layers is None or plan.cut or layers % (plan.pp * plan.chunks) == 0:
         return None
     what = f"{layers} layers on {plan.pp * plan.chunks} stages"
     if layers % plan.pp == 0:
@@ -206,14 +254,20 @@ def _with_precision(r: Request) -> tuple[str, Request] | None:
     return f"the precision {' and '.join(given)}", r._replace(settings=settings)
 
 
+def _with_cut(r: Request) -> tuple[str, Request] | None:
+    if r.plan.cut == (EVEN,) and r.settings.layers is None:
+        return None
+    return with_layers_of_stages(r, lambda counts: _ends(counts, r.plan.pp, r.plan.chunks) is not None)
+
+
 MEGATRON_STEPS: tuple[Step, ...] = (
     without_loss_gradient,
-    without_cut,
     with_known_axes,
     with_sharded_groups,
     with_accumulation,
     with_schedule(ONE_F_ONE_B, INTERLEAVED),
     all_gathered_again,
+    _with_cut,
     _with_layers,
     _with_groups,
     _with_recompute,

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from os import PathLike, fspath
@@ -29,20 +30,19 @@ from distir.api.interop.plan_settings import (
     TrainingSettings,
     all_gathered_again,
     in_order,
+    layers_of_stages,
     samples,
     split_sizes,
-    stage_notes,
     with_accumulation,
     with_known_axes,
+    with_layers_of_stages,
     with_schedule,
     with_sharded_groups,
-    without_cut,
     without_loss_gradient,
     without_padding,
 )
 from distir.api.model import Precision
-from distir.transforms.pipeline.layers import even_layers
-from distir.transforms.plan import BUCKET_MB, EVEN, Plan
+from distir.transforms.plan import BUCKET_MB, Plan, cut_by_layers
 
 TORCHTITAN_NAME = "torchtitan"
 SCHEDULE_NAMES = {ONE_F_ONE_B: "1F1B", INTERLEAVED: "Interleaved1F1B", GPIPE: "GPipe"}
@@ -50,6 +50,8 @@ USUAL_CHUNKS = 2
 """The stages of a pipeline rank under a schedule of several, where the number of layers of one is not given."""
 _LESS = (1, 1)
 """The embedding and the output count as a layer each where layers are shared out among stages, if not told how."""
+_MOST_LESS = 8
+"""The most layers that they are tried to count as, for stages of given numbers of layers."""
 RESHARDED = {3: "always", 2: "never", 1: "never"}
 """What FSDP does with gathered weights after the forward pass, by ZeRO stage."""
 WHOLE_IN_PIPELINES = 1
@@ -92,16 +94,26 @@ def torchtitan_toml(request: Request) -> str:
         "mixed_precision_reduce": DTYPES[settings.precision.gradients],
     }
     sections = {"parallelism": parallelism, "activation_checkpoint": checkpoint, "training": training}
-    lines = [f"# {TORCHTITAN_NAME}: {plan}, on {plan.size} devices", *[f"# note: {x}" for x in torchtitan_notes(plan)]]
+    lines = [
+        f"# {TORCHTITAN_NAME}: {plan}, on {plan.size} devices",
+        *[f"# note: {x}" for x in torchtitan_notes(request)],
+    ]
     for section, options in sections.items():
         lines += ["", f"[{section}]", *[f"{k} = {json.dumps(x)}" for k, x in options.items() if x is not None]]
     return "\n".join([*lines, ""])
 
 
-def torchtitan_notes(plan: Plan) -> list[str]:
+def torchtitan_notes(request: Request) -> list[str]:
     """What torchtitan does otherwise than the plan."""
-    by_op = ["recomputation by op also recomputes every second matrix product"] if plan.recompute == "selective" else []
-    return by_op + stage_notes(plan)
+    plan, layers = request.plan, request.settings.layers
+    found: list[str] = []
+    if plan.recompute == "selective":
+        found.append("recomputation by op also recomputes every second matrix product")
+    if plan.pp > 1 and not plan.cut:
+        counts = shared_out(layers, plan.pp * plan.chunks, *_LESS) if layers is not None else []
+        as_cut = f": --cut {','.join(cut_by_layers(counts))}" if counts and min(counts) >= 0 else ""
+        found.append(f"stages are shared out by numbers of layers, not by cost{as_cut}")
+    return found
 
 
 def _schedule(plan: Plan, settings: TrainingSettings) -> dict[str, Any]:
@@ -119,7 +131,7 @@ def _schedule(plan: Plan, settings: TrainingSettings) -> dict[str, Any]:
     return found
 
 
-def layers_of_stages(layers: int, stages: int, first: int, last: int) -> list[int]:
+def shared_out(layers: int, stages: int, first: int, last: int) -> list[int]:
     """The layers that torchtitan gives each of several stages, where the embedding and the output count as so many."""
     each, left = divmod(layers + first + last, stages)
     counts = [each + (k < left) for k in range(stages)]
@@ -127,13 +139,14 @@ def layers_of_stages(layers: int, stages: int, first: int, last: int) -> list[in
 
 
 def _less_layers(plan: Plan, settings: TrainingSettings) -> tuple[int, int] | None:
-    """What the embedding and the output count as for stages of equal numbers of layers; None if nothing gives these,
-    they are not known, or the plan has none."""
-    stages = plan.pp * plan.chunks
-    if plan.cut != (EVEN,) or stages == 1 or settings.layers is None:
+    """What the embedding and the output count as for the plan's stages; None if nothing gives these, they are not
+    known, or the plan has none."""
+    layers, stages = settings.layers, plan.pp * plan.chunks
+    want = layers_of_stages(plan, layers)
+    if want is None or layers is None or stages == 1:
         return None
-    want = even_layers(settings.layers, stages)
-    return next((less for less in (_LESS, (0, 0)) if layers_of_stages(settings.layers, stages, *less) == want), None)
+    tried = [_LESS, (0, 0), *itertools.product(range(_MOST_LESS + 1), repeat=2)]
+    return next((less for less in tried if shared_out(layers, stages, *less) == want), None)
 
 
 def _layers_per_stage(plan: Plan, settings: TrainingSettings) -> int | None:
@@ -176,10 +189,7 @@ def _with_chunks(r: Request) -> tuple[str, Request] | None:
 
 
 def _with_cut(r: Request) -> tuple[str, Request] | None:
-    if r.plan.cut != (EVEN,) or _less_layers(r.plan, r.settings):
-        return without_cut(r)
-    layers = "a model of unknown depth" if r.settings.layers is None else f"{r.settings.layers} layers"
-    return f"stages of equal numbers of layers of {layers}", r.changed(cut=())
+    return with_layers_of_stages(r, lambda counts: _less_layers(r.plan, r.settings) is not None)
 
 
 def _with_sequence(r: Request) -> tuple[str, Request] | None:

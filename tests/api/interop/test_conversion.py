@@ -6,8 +6,9 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def plans(draw: st.DrawFn) -> Plan:
         gathered_again=draw(st.sampled_from(GATHERED_AGAIN)),
         loss_gradient=draw(st.sampled_from(["backward", "backward", "forward"])),
         split=tuple([f"{name}={sizes[name]}:{SPLITS[name]}" for name in names]),  # type: ignore[misc]
-        cut=draw(st.sampled_from([(), ("even",), ("h1.weight",)])),
+        cut=draw(st.sampled_from([(), ("even",), ("h1.weight",), ("12",), ("5", "12", "19"), ("6", "12", "18")])),
         pad_multiple=draw(st.sampled_from([1, 1, 8, 128])),
     )
     last = {"nested": ["dp", "replicate", "pp"], "pipeline inside": ["pp", "dp", "replicate"]}.get(order)
@@ -78,6 +79,22 @@ SETTINGS = st.builds(
     dtype=st.sampled_from([None, None, None, "bfloat16", "float64"]),
     layers=st.sampled_from([None, 24, 32, 7]),
 )
+
+
+def counts_of(cut: Sequence[str], stages: int, layers: int) -> list[int]:
+    """The layers of each stage."""
+    if cut == ("even",):
+        return [layers // stages + (1 <= k <= layers % stages) for k in range(stages)]
+    begins = [0, *map(int, cut), layers]
+    return [b - a for a, b in pairwise(begins)]
+
+
+def as_cut(counts: Sequence[int]) -> tuple[str, ...]:
+    """How a file is read that gives stages these numbers of layers."""
+    if len(counts) == 1:
+        return ()
+    even = counts_of(("even",), len(counts), sum(counts))
+    return ("even",) if counts == even else tuple(map(str, accumulate(counts[:-1])))
 
 
 def written(path: Path, text: str) -> str:
@@ -117,8 +134,10 @@ def test_a_plan_that_can_be_written_reads_back(
     expected = said(near) | {name: found[name] for name in unsaid - {"order"}}
     if near.pp > 1 and not near.cut:  # balanced by cost, which neither tool does: a note says so
         assert tool == "torchtitan" or found["cut"] == ("even",)
-        assert any("equal numbers of layers" in note for note in emit_notes(near, tool, applied))
+        assert any("numbers of layers, not" in note for note in emit_notes(near, tool, applied))
         expected["cut"] = found["cut"]
+    elif applied.layers is not None:
+        expected["cut"] = as_cut(counts_of(near.cut, near.pp * near.chunks, applied.layers))
     assert found == expected
     assert read.devices == plan.size
     assert read.settings.batch == applied.batch
@@ -281,7 +300,7 @@ def test_the_sequence_is_split_along_both_axes_in_the_files_too(tmp_path: Path) 
         ("megatron", Plan(split=("cp=2:*.1",)), "none with sequence or context", "--recompute gathers"),  # type: ignore[arg-type]
         ("megatron", Plan(dp=2, overlap=False), "buckets of 25 MiB without overlap", "--bucket-mb inf"),
         ("megatron", Plan(dp=2, pp=2, order=("tp", "pp", "dp")), None, None),
-        ("megatron", Plan(dp=2, cut=("a",)), "stages that begin at given weights", "no --cut"),
+        ("megatron", Plan(dp=2, cut=("a",)), "stages that begin at given weights", "--cut balanced"),
         ("megatron", Plan(pp=3), "32 layers on 3 stages", "--dp 3 --pp 1"),
         (
             "megatron",
@@ -485,10 +504,29 @@ def test_what_megatron_recomputes(text: str, recompute: str, tmp_path: Path) -> 
         ("--num-virtual-stages-per-pipeline-rank 2", 16, "even"),
         ("--decoder-first-pipeline-num-layers 1", 16, [1, 5, 5, 5]),
         ("--decoder-last-pipeline-num-layers 4", 16, [4, 4, 4, 4]),
-        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4 --num-layers 16", 4, [2, 5, 5, 4]),
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4 --num-layers 8", 16, [2, 5, 5, 4]),
+        ("--decoder-first-pipeline-num-layers 2 --num-layers 14", None, [2, 4, 4, 4]),
         ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 14, [3, 4, 4, 3]),
         ("--account-for-embedding-in-pipeline-split", 15, [3, 4, 4, 4]),
-        ("--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2", 15, "no multiple"),
+        (
+            "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2",
+            15,
+            [2, 2, 2, 2, 2, 2, 2, 1],
+        ),
+        (
+            "--account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split "
+            "--num-layers-per-virtual-pipeline-stage 1",
+            6,
+            [0, 1, 1, 1, 1, 1, 1, 0],
+        ),
+        (
+            "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2",
+            14,
+            "14 layers and 1 that count as one are no multiple of pp 4 x 2",
+        ),
+        ("--decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2", 16, "give one of them"),
+        ("", 10, "10 layers cannot be shared out to 4 stages, as it says"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 12, "to 8 stages, 2 a rank"),
         (
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
             "--num-virtual-stages-per-pipeline-rank 2",
@@ -501,11 +539,11 @@ def test_what_megatron_recomputes(text: str, recompute: str, tmp_path: Path) -> 
             16,
             [1, 2, 2, 3, 1, 2, 2, 3],
         ),
-        ("--decoder-first-pipeline-num-layers 2", 16, "16 layers do not divide"),
-        ("--decoder-first-pipeline-num-layers 20", 16, "16 layers do not divide"),
-        ("--decoder-first-pipeline-num-layers 19", 16, "16 layers do not divide"),
-        ("--decoder-first-pipeline-num-layers 1 --num-virtual-stages-per-pipeline-rank 2", 16, "do not divide"),
-        ("--account-for-loss-in-pipeline-split", 16, "16 layers do not divide"),
+        ("--decoder-first-pipeline-num-layers 2", 16, "16 layers cannot be shared out to 4 stages"),
+        ("--decoder-first-pipeline-num-layers 20", 16, "16 layers cannot be shared out"),
+        ("--decoder-first-pipeline-num-layers 19", 16, "16 layers cannot be shared out"),
+        ("--decoder-first-pipeline-num-layers 1 --num-virtual-stages-per-pipeline-rank 2", 16, "to 8 stages, 2 a rank"),
+        ("--account-for-loss-in-pipeline-split", 16, "16 layers cannot be shared out"),
         ("--account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 1", 16, "give one of them"),
     ],
 )
@@ -514,12 +552,15 @@ def test_the_stages_of_megatron(text: str, layers: int | None, want: str | list[
         return megatron(f"--pipeline-model-parallel-size 4 {text}", tmp_path, layers=layers)
 
     if isinstance(want, str) and want != "even":
-        with pytest.raises(UsageError) as raised:
-            read()
+        with pytest.raises((UsageError, InfeasibleError)) as raised:
+            check_faults(read(), ())
         assert want in f"{raised.value.message} {raised.value.hint}"
+        if raised.type is InfeasibleError:
+            check_faults(read(), ("cut",))
         return
     check_faults(read(), ())
-    assert read().fields["cut"] == (("even",) if want == "even" else tuple(map(str, accumulate(want[:-1]))))  # type: ignore[arg-type]
+    assert read().fields["cut"] == (("even",) if want == "even" else as_cut(want))  # type: ignore[arg-type]
+    assert any("the model 16" in note for note in read().notes) == ("--num-layers 8" in text)
 
 
 def test_stages_of_a_model_of_unknown_depth(tmp_path: Path) -> None:
@@ -528,7 +569,7 @@ def test_stages_of_a_model_of_unknown_depth(tmp_path: Path) -> None:
         check_faults(read, ())
     check_faults(read, ("cut",))
     assert "cut" not in toml(PIPELINE, tmp_path).fields
-    assert any("equal numbers of layers" in note for note in toml(PIPELINE, tmp_path).notes)
+    assert any("by numbers of layers, not by cost" in note for note in toml(PIPELINE, tmp_path).notes)
 
 
 PIPELINE = """
@@ -562,14 +603,18 @@ def test_the_stages_of_torchtitan(more: str, layers: int, want: str | list[int],
         return
     read = toml(text, tmp_path, layers=layers)
     check_faults(read, ())
-    assert read.fields["cut"] == (("even",) if want == "even" else tuple(map(str, accumulate(want[:-1]))))  # type: ignore[arg-type]
+    assert read.fields["cut"] == (("even",) if want == "even" else as_cut(want))  # type: ignore[arg-type]
 
 
-def test_stages_that_are_balanced_by_cost_are_noted() -> None:
+def test_stages_that_are_balanced_by_cost_are_noted(tmp_path: Path) -> None:
     for tool in TOOLS:
         balanced = Plan(dp=2, pp=4, microbatches=4, zero=1)
-        assert [note for note in emit_notes(balanced, tool, BATCH) if "balanced by cost" in note]
-        assert "# note: stages are of equal numbers of layers" in emit(balanced, tool, BATCH)
+        (note,) = emit_notes(balanced, tool, BATCH)
+        assert note.endswith(": --cut even" if tool == "megatron" else "not by cost: --cut 8,17,25")
+        assert f"# note: {note}" in emit(balanced, tool, BATCH)
+        path = written(tmp_path / tool, emit(balanced, tool, BATCH))
+        cut = READERS[tool](path, None, 32).fields["cut"]
+        assert note.endswith(f"--cut {','.join(cut)}")
         for plan in (replace(balanced, cut=("even",)), Plan(dp=2)):
             assert not emit_notes(plan, tool, BATCH)
             assert "# note" not in emit(plan, tool, BATCH)
@@ -584,9 +629,52 @@ def test_equal_numbers_of_layers_are_written() -> None:
     interleaved = replace(plan, schedule="interleaved", chunks=4)
     found = torchtitan(interleaved, BATCH._replace(layers=32))["parallelism"]
     assert (found["pipeline_parallel_layers_per_stage"], found["pipeline_parallel_last_stage_less_layers"]) == (2, 0)
-    for layers, said in ((33, "equal numbers of layers of 33 layers"), (None, "of a model of unknown depth")):
-        with pytest.raises(InfeasibleError, match=said):
-            torchtitan(plan, BATCH._replace(layers=layers))
+    one = torchtitan(plan, BATCH._replace(layers=33))["parallelism"]  # 8, 9, 8, 8
+    assert one["pipeline_parallel_last_stage_less_layers"] == 0
+    for tool in TOOLS:
+        for cut, layers, said in (
+            (("1", "20", "21"), 32, "stages of 1, 19, 1, 11 layers"),
+            (("1", "20", "21"), None, "stages of numbers of layers of a model of unknown depth"),
+            (("1", "20", "w"), 32, "stages that begin at given weights"),
+            (("1", "20"), 32, "stages that begin at given weights"),
+        ):
+            with pytest.raises(InfeasibleError, match=said):
+                emit(replace(plan, cut=cut), tool, BATCH._replace(layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("cut", "chunks", "layers", "options"),
+    [
+        ("even", 1, 32, {}),
+        ("8,16,24", 1, 32, {}),
+        ("even", 1, 30, {"--account-for-embedding-in-pipeline-split": "", "--account-for-loss-in-pipeline-split": ""}),
+        ("8,16,24", 1, 31, {"--account-for-loss-in-pipeline-split": ""}),
+        ("2,11,20", 1, 29, {"--decoder-first-pipeline-num-layers": "2"}),
+        ("9,18,27", 1, 29, {"--decoder-last-pipeline-num-layers": "2"}),
+        ("1,10,19", 1, 21, {"--decoder-first-pipeline-num-layers": "1", "--decoder-last-pipeline-num-layers": "2"}),
+        (
+            "1,3,5,6,7,9,11",
+            2,
+            12,
+            {"--decoder-first-pipeline-num-layers": "2", "--decoder-last-pipeline-num-layers": "2"},
+        ),
+    ],
+)
+def test_stages_written_for_megatron(
+    cut: str, chunks: int, layers: int, options: dict[str, str], tmp_path: Path
+) -> None:
+    plan = Plan(
+        dp=2,
+        pp=4,
+        microbatches=4,
+        zero=1,
+        cut=tuple(cut.split(",")),
+        chunks=chunks,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+    )
+    found = arguments(plan, tmp_path, BATCH._replace(layers=layers))
+    said = {f"--{k}": v for k, v in found.items() if k.startswith(("decoder", "account"))}
+    assert said == options
 
 
 def test_devices_and_micro_batch_must_be_said(tmp_path: Path) -> None:

@@ -148,9 +148,16 @@ def test_what_needs_only_inputs_is_where_it_is_needed() -> None:
         (LAYERS[:1] * 2, 3, InfeasibleError, "%h0.ln_2.weight is named twice", "one weight of each"),
         (("ln.weight", "ln.bias"), 3, InfeasibleError, "%ln.bias is first used in the same op as %ln.weight", "one"),
         (("wte",), 2, InfeasibleError, "no op comes before the first use of %wte", "leave it out"),
-        (("3",), 2, UsageError, "there is no layer 3: gpt has 2 layers that repeat, which begin at h0.ln_1", "--cut W"),
+        (
+            ("3",),
+            2,
+            UsageError,
+            "there is no layer 3: gpt has 2 layers that repeat, which begin at h0.ln_1",
+            "--cut W,W,... gives weights",
+        ),
         (("even",), 3, InfeasibleError, "3 stages need a layer each: gpt has 2 layers that repeat", "--cut W,W"),
-        (("even", "1"), 3, UsageError, "no input is called 'even'", "weights are wte, wpe"),
+        (("even", "1"), 3, UsageError, "cut: 'even' stands alone", "or --cut even"),
+        (("1", "balanced"), 3, UsageError, "cut: 'balanced' stands alone", "or --cut even"),
         (("9" * 5000,), 2, UsageError, "no input is called '999", "weights are wte, wpe"),
     ],
 )

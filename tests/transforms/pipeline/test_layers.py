@@ -57,7 +57,7 @@ def after(function: Function) -> str | None:
         ("papa", [0, 2], None),
         ("mpapapad", [1, 3, 5], 7),
         ("m.pa.pa.pa.d", [2, 5, 8], 11),
-        ("dpmpmpmp", [1, 3, 5], 7),  # what follows the last layer begins as a layer does
+        ("dpmpmpmp", [2, 4, 6], None),  # what comes before the first ends as a layer does
         ("pppp", [0, 1, 2, 3], None),
         ("ppaappaappaa", [0, 4, 8], None),  # though its parts repeat, too
         ("pamd", [], None),
@@ -65,7 +65,7 @@ def after(function: Function) -> str | None:
         ("p", [], None),
         ("pampampamdada", [0, 3, 6], 9),  # vectors alone are no layers beside products
         ("pmpmdpaapaa", [0, 2, 5, 8], None),  # those before the longest, too
-        ("paapaapaapmpmd", [0, 3, 6, 9, 11], 13),  # and behind it
+        ("paapaapaadpmpmd", [0, 3, 6, 10, 12], 14),  # and behind it
     ],
 )
 def test_what_repeats_is_a_layer(letters: str, starts: list[int], end: int | None) -> None:
@@ -101,9 +101,36 @@ def test_the_longest_repetition_is_found(letters: str, count: int, before: str, 
     text = before + letters * count + behind
     function = Chain().of(text)
     uses = [i for i, letter in enumerate(text) if letter != "."]
-    start, period, number = longest("".join([text[i] for i in uses]))
+    used = "".join([text[i] for i in uses])
+    start, period, number = longest(used)
+    while used[start + number * period :][:1] == used[start]:  # it goes on: as well from the next use on
+        start += 1
     found = [int(name[1:]) for name in names(function)]
     assert set(found) >= {uses[start + k * period] for k in range(number)}
+
+
+def test_branches_are_no_layers() -> None:
+    """The projections of one attention: alike, and beside each other."""
+    chain = Chain()
+    x, y, z = [chain.use("p", chain.x, name) for name in ("q", "k", "v")]
+    chain.f.set_outputs([chain.use("p", chain.f.emit("Mul", chain.f.emit("Add", x, y), z), "out")])
+    assert names(chain.f.finalize()) == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_layers_begin_where_fewest_values_cross(first: bool) -> None:
+    """Norms before attention and MLP, and one behind the last layer; or behind them, and one before the first."""
+    chain = Chain()
+    emit, use = chain.f.emit, chain.use
+    x = chain.x if first else use("m", chain.x, "norm")
+    for i in range(3):
+        y = use("m", x, f"{i}.norm") if first else x
+        y = emit("Add", x, use("p", emit("Tanh", use("p", y, f"{i}.in")), f"{i}.out"))
+        x = y if first else use("m", y, f"{i}.norm")
+    chain.f.set_outputs([use("a", use("m", x, "norm") if first else x, "head")])
+    function = chain.f.finalize()
+    assert names(function) == [f"{i}.{'norm' if first else 'in'}" for i in range(3)]
+    assert after(function) == ("norm" if first else "head")
 
 
 def test_an_encoder_and_a_decoder_have_layers_each() -> None:
