@@ -61,6 +61,49 @@ def test_flags_override_a_file(cli) -> None:
     assert (code, "batch 64" in out) == (0, True)
 
 
+LAYERS = "gpt:layers=14,hidden=16,heads=2,vocab=64"
+STAGES = """[activation_checkpoint]
+mode = "none"
+[parallelism]
+pipeline_parallel_degree = 4
+[training]
+local_batch_size = 8
+seq_len = 16
+"""
+
+
+def test_stages_are_those_of_the_file(cli) -> None:
+    Path("t.toml").write_text(STAGES)
+    Path("m").write_text(f"{ARGS} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2")
+    for flag, file, gpus, cut in (("--torchtitan", "t.toml", 4, "3,7,11"), ("--megatron-args", "m", 8, "2,6,10")):
+        code, out, _ = cli(LAYERS, flag, file, "--gpus", gpus)
+        assert (code, cli(LAYERS, flag, file, "--gpus", gpus, "--cut", cut)[1].splitlines()[5:]) == (
+            0,
+            out.splitlines()[5:],
+        )
+        assert cli(LAYERS, flag, file, "--gpus", gpus, "--cut", "balanced")[1] != out
+        for flags in (["--pp", 2], ["--chunks", 2, "--schedule", "interleaved"]):
+            code, out, err = cli(LAYERS, flag, file, "--gpus", gpus, *flags)
+            assert (code, "cut" in out, "layers" in out.splitlines()[0]) == (0, False, False)
+            assert f"with {flags[0]} stages are balanced by cost, not as it says" in err
+
+
+def test_stages_are_balanced_where_the_model_has_other_layers(cli, tmp_path: Path) -> None:
+    """Of a file its layers are those that repeat."""
+    from examples.export import export
+
+    export("mlp", tmp_path / "m.onnx", layers=6, width=16)
+    Path("m").write_text("--micro-batch-size 8 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2")
+    model = [str(tmp_path / "m.onnx"), "--dim", "batch=16", "--loss", "mse", "--optimizer", "sgd"]
+    for said, cut, note in (("6", "2", ""), ("7", "balanced", "7 layers by the file, 6 that repeat in the model")):
+        Path("n").write_text(f"{Path('m').read_text()} --num-layers {said}")
+        code, out, err = cli(*model, "--megatron-args", "n", "--gpus", 2)
+        assert (code, note in err) == (0, True)
+        again = cli(*model, "--megatron-args", "n", "--gpus", 2, "--cut", cut)
+        assert again[0] == 0
+        assert again[1] == out
+
+
 def test_plans_are_written_and_read_back(cli) -> None:
     given = [GPT, "--dim", "batch=32", "--dim", "seq=16", "--precision", "bf16", "--dp", 4, "--tp", 2, "--zero", 3]
     given += ["--sequence-parallel", "--recompute", "full"]
