@@ -79,8 +79,9 @@ def check_layers(args: argparse.Namespace, read: ReadConfig | None, model: Model
     if read is None or not args.cut or args.cut != read.fields.get("cut"):
         return
     said, found = read.settings.layers, len(layers(model.function).first)
-    if said is not None and found != said:
-        _note(f"{counted(said, 'layer')} by the file, {found} that repeat in the model: stages are balanced by cost")
+    if found != said if said is not None else found < (args.pp or 1) * (args.chunks or 1):
+        by_file = "" if said is None else f", not the {said} of the file"
+        _note(f"{counted(found, 'layer')} that repeat in the model{by_file}: stages are balanced by cost")
         args.cut = ()
 
 
