@@ -159,10 +159,11 @@ def predict(row: Measurement, program: Function, cost: CostModel | None = None) 
     """The predicted step of a row whose program is built, by the cost model of its cluster or another one.
 
     Streams run beside each other, as on GPUs: whether reductions of gradients wait for the backward pass is in the
-    program. The peak of memory depends on the row's runtime alone: it is computed with the first prediction.
+    program. The peak of memory does not depend on seconds: it is computed with the first prediction on a cluster.
     """
-    simulation = simulated(program, replace(_setup_of(row).plan, overlap=True), cost or cost_of(row))
-    key = _PEAK, row.peak_of
+    setup = _setup_of(row)
+    simulation = simulated(program, replace(setup.plan, overlap=True), cost or cost_of(row))
+    key = _PEAK, row.peak_of, setup.cluster, row.runtime
     if key not in program.cache:
         program.cache[key] = max(_peaks(simulation, row.peak_of).values(), default=0)
     return Predicted(simulation.seconds, program.cache[key])

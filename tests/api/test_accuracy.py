@@ -507,6 +507,21 @@ def test_few_programs_are_kept(table) -> None:
     assert _program.cache_info().misses - before > _RECENT >= _program.cache_info().currsize
 
 
+def test_each_cluster_and_runtime_has_its_own_peak_of_memory(table, monkeypatch) -> None:
+    """Of one model and plan, which are built once."""
+    monkeypatch.setattr("distir.api.accuracy.host_cores", lambda: 1)
+    same = {**GPT, "dp": 8, "tp": 1, "pp": 1, "schedule": "none", "gpus": 8}
+    rows = [
+        {**same, "id": f"{cluster}-{runtime}", "cluster": cluster, "runtime": runtime}
+        for cluster in ("dgx-a100", "mosaic-a100-80gb", "dgx-h100")
+        for runtime in ("megatron", "composer")
+    ]
+    together = [row["predicted_peak_gib"] for row in accuracy(table(*rows)).to_json()["rows"]]
+    alone = [accuracy(table(row)).to_json()["rows"][0]["predicted_peak_gib"] for row in rows]
+    assert together == alone
+    assert len(set(alone)) > 3
+
+
 def test_rows_of_a_model_come_one_after_the_other(table) -> None:
     """So each model is built once, though few are kept; rows that have none come together, too."""
     deep, none = {**GPT, "layers": 4}, {**GPT, "model_family": "bert"}
