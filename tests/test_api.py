@@ -378,7 +378,7 @@ def test_what_a_user_does_to_a_cluster_stays_with_the_user() -> None:
     again = distir.simulate(model, plan, "dgx-a100")
     assert again.step_seconds == first.step_seconds
     again.simulation.program.cost.runtime = load_runtime("megatron")
-    assert distir.simulate(model, plan, "dgx-a100").step_seconds == first.step_seconds
+    assert distir.simulate(decoder(), plan, "dgx-a100").step_seconds == first.step_seconds
 
 
 def test_the_file_of_a_schedule_is_read_again(tmp_path: Path) -> None:

@@ -138,16 +138,13 @@ def _cuts(given: Any) -> tuple[str, ...]:
     words = (given,) if given in (EVEN, BALANCED) else given
     if not isinstance(words, list | tuple) or not all(_is_cut(x) for x in words):
         raise UsageError(f"cut is a list of names or numbers of layers, {EVEN!r} or {BALANCED!r}, got {given!r}")
-    found = tuple([str(int(x)) if _is_number(x) else str(x) for x in words])
+    found = tuple(map(str, words))
     return () if found == (BALANCED,) else found
 
 
 def _is_cut(x: Any) -> bool:
-    return _is_number(x) or (isinstance(x, str) and x != "")
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0
+    number = isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0
+    return number or (isinstance(x, str) and x != "")
 
 
 def cut_by_layers(counts: Sequence[int]) -> tuple[str, ...]:

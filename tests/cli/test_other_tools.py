@@ -112,6 +112,7 @@ def test_stages_are_balanced_where_the_model_has_other_layers(cli, tmp_path: Pat
         again = cli(*model, "--megatron-args", "n", "--gpus", 2, "--cut", cut)
         assert again[0] == 0
         assert again[1].splitlines()[1:] == out.splitlines()[1:]
+        assert "cut at 4," in cli(*model, "--megatron-args", "n", "--pp", 2, "--chunks", 1, "--gpus", 2, "--cut", 4)[1]
 
 
 def test_plans_are_written_and_read_back(cli) -> None:

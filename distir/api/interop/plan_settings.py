@@ -167,7 +167,7 @@ def without_loss_gradient(r: Request) -> tuple[str, Request] | None:
 def with_layers_of_stages(r: Request, expressible: Callable[[Sequence[int]], bool]) -> tuple[str, Request] | None:
     """A tool shares out layers by number. `expressible`: whether it can give stages these numbers of layers."""
     plan, layers = r.plan, r.settings.layers
-    if not plan.cut or (plan.cut == (EVEN,) and plan.pp * plan.chunks == 1):
+    if not plan.cut:
         return None
     counts = layers_of_stages(plan, layers)
     if counts is not None and expressible(counts):

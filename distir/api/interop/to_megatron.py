@@ -139,8 +139,7 @@ def _ends(counts: Sequence[int], pp: int, chunks: int) -> _Ends | None:
     ranks = counts[:pp]
     if pp == 1 or [*counts] != [*ranks] * chunks or len(set(ranks[1:-1])) > 1:
         return None
-    others = ranks[1] if pp > 2 else None
-    first, last = [None if n == others else n * chunks for n in (ranks[0], ranks[-1])]
+    first, last = [None if n == ranks[1] else n * chunks for n in (ranks[0], ranks[-1])]
     return _Ends((first, last))
 
 

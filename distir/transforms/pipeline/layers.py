@@ -134,7 +134,7 @@ def _crossing(ops: int, spans: list[tuple[int, int]]) -> list[int]:
         return [0] * ops
     begin, end = np.array(spans).T
     change = np.bincount(begin + 1, minlength=ops + 1) - np.bincount(end + 1, minlength=ops + 1)
-    return np.cumsum(change).tolist()
+    return np.cumsum(change)[:ops].tolist()
 
 
 def _runs(function: Function, uses: _Uses, first: int, least: float) -> list[_Run]:

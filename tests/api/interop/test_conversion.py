@@ -620,6 +620,23 @@ def test_stages_that_are_balanced_by_cost_are_noted(tmp_path: Path) -> None:
             assert "# note" not in emit(plan, tool, BATCH)
 
 
+def test_depths_that_are_too_small_or_not_known() -> None:
+    few = Plan(dp=2, pp=4, microbatches=4, zero=1, chunks=2, schedule="interleaved")
+    (note,) = emit_notes(few, "torchtitan", BATCH._replace(layers=3))  # too few for torchtitan
+    assert note.endswith("not by cost")
+    even = Plan(dp=2, pp=4, microbatches=4, zero=1, cut=("even",))
+    assert "layers" not in emit(even, "megatron", BATCH._replace(layers=None)).replace("equal numbers of layers", "")
+
+
+def test_the_nearest_plan_of_other_stages_is_not_cut_where_it_was() -> None:
+    """Megatron-LM has no interleaved schedule of one microbatch."""
+    plan = Plan(dp=2, pp=2, chunks=2, schedule="interleaved", zero=1, cut=("6", "12", "18"))
+    settings = BATCH._replace(layers=24)
+    near, applied, _ = nearest_plan(plan, "megatron", settings)
+    assert (near.chunks, near.cut) == (1, ())
+    assert emit(near, "megatron", applied)
+
+
 def test_equal_numbers_of_layers_are_written() -> None:
     plan = Plan(dp=2, pp=4, microbatches=4, zero=1, cut=("even",))
     for layers, keys in ((30, {}), (32, {"first": 0, "last": 0})):

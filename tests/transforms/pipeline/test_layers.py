@@ -13,7 +13,7 @@ from distir.ir import Function, FunctionMaker, Value
 from distir.ir.function import Role
 from distir.ir.type import Float64, Tensor
 from distir.transforms.differentiation.training import AdamW, training_step
-from distir.transforms.pipeline.layers import even_layers, layers
+from distir.transforms.pipeline.layers import _crossing, even_layers, layers
 from tests.transforms.programs import small_gpt
 
 WIDTH = 4
@@ -117,8 +117,26 @@ def test_branches_are_no_layers() -> None:
     assert names(chain.f.finalize()) == []
 
 
+def test_layers_may_be_smaller_than_branches() -> None:
+    chain = Chain()
+    x = chain.x
+    for name in ("q", "k", "v", "o"):
+        x = chain.f.emit("Add", x, chain.use("p", chain.x, name))
+    for i in range(2):
+        x = chain.use("d", chain.use("a", x, f"a{i}"), f"d{i}")
+    chain.f.set_outputs([x])
+    assert names(chain.f.finalize()) == ["a0", "a1"]
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda s: s[0] < s[1]), max_size=8))
+def test_values_that_cross_are_counted(spans: list[tuple[int, int]]) -> None:
+    want = [sum(begin < n <= end for begin, end in spans) for n in range(10)]
+    assert _crossing(10, spans) == want
+
+
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("first", [True, False])
-def test_layers_begin_where_fewest_values_cross(first: bool) -> None:
+def test_layers_begin_where_fewest_values_cross(first: bool, trained: bool) -> None:
     """Norms before attention and MLP, and one behind the last layer; or behind them, and one before the first."""
     chain = Chain()
     emit, use = chain.f.emit, chain.use
@@ -129,6 +147,8 @@ def test_layers_begin_where_fewest_values_cross(first: bool) -> None:
         x = y if first else use("m", y, f"{i}.norm")
     chain.f.set_outputs([use("a", use("m", x, "norm") if first else x, "head")])
     function = chain.f.finalize()
+    if trained:  # the backward pass uses values of all layers
+        function = training_step(function, "mse", AdamW(0.1))
     assert names(function) == [f"{i}.{'norm' if first else 'in'}" for i in range(3)]
     assert after(function) == ("norm" if first else "head")
 
