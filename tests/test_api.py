@@ -375,7 +375,7 @@ def test_what_a_user_does_to_a_cluster_stays_with_the_user() -> None:
     topology.set_bandwidth(a, b, 1e-3)
     assert topology.get_latency(a, b) == load_cluster("dgx-a100").get_latency(a, b) > 0
     assert distir.simulate(model, plan, topology).step_seconds > first.step_seconds
-    again = distir.simulate(model, plan, "dgx-a100")
+    again = distir.simulate(decoder(), plan, "dgx-a100")
     assert again.step_seconds == first.step_seconds
     again.simulation.program.cost.runtime = load_runtime("megatron")
     assert distir.simulate(decoder(), plan, "dgx-a100").step_seconds == first.step_seconds

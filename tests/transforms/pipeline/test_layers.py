@@ -122,10 +122,10 @@ def test_layers_may_be_smaller_than_branches() -> None:
     x = chain.x
     for name in ("q", "k", "v", "o"):
         x = chain.f.emit("Add", x, chain.use("p", chain.x, name))
-    for i in range(2):
-        x = chain.use("d", chain.use("a", x, f"a{i}"), f"d{i}")
+    for i in range(3):
+        x = chain.use("a", x, f"a{i}")
     chain.f.set_outputs([x])
-    assert names(chain.f.finalize()) == ["a0", "a1"]
+    assert names(chain.f.finalize()) == ["a0", "a1", "a2"]
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda s: s[0] < s[1]), max_size=8))
