@@ -175,9 +175,10 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
         return cluster
     if isinstance(cluster, str) and cluster in known_clusters():
         cost, made = _shipped(cluster, nodes, plan.size, runtime)
-        if made == _figures(cost):
-            return cost
-        _shipped.cache_clear()  # somebody has changed it
+        if made != _figures(cost):  # somebody has changed it
+            _shipped.cache_clear()
+            cost, _ = _shipped(cluster, nodes, plan.size, runtime)
+        return cost
     return _cost_model(cluster, nodes, plan.size, runtime)
 
 
