@@ -49,9 +49,10 @@ class Runtime:
     multiple of it, casts to float32, scale, mask and softmax are kernels of their own. `gap`: seconds of the device
     beside the work of a compute op, for which a framework runs more than one kernel, each with a start of its own:
     copies into another layout, biases, views that are made whole. `even_stages`: published runs have as many layers in
-    each stage, or one less in the first and the last, whatever else these have. `selective`: what its selective recomputation is (`Plan`),
-    where attention is fused. `separate`: its decoders have products of their own for queries, keys, values and both
-    halves of a gated MLP. `gathered_again`: which weights it gathers again for backward passes, if they are sharded.
+    each stage, or one less in the first and the last, whatever else these have. `selective`: what its selective
+    recomputation is (`Plan`), where attention is fused. `separate`: its decoders have products of their own for
+    queries, keys, values and both halves of a gated MLP. `gathered_again`: which weights it gathers again for backward
+    passes, if they are sharded.
     `reports`: the memory of its log (`Measurement.peak_of`). `pools`: its collectives have streams, and so pools of the
     allocator, of their own. `logit_memory`: bytes for each logit of 16 bits that its cross-entropy takes beside it,
     forward, and beside it and its gradient, backward; and of the hole that it leaves among the allocator's blocks.
