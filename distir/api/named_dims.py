@@ -62,7 +62,7 @@ def named_cuts(function: Function, plan: Plan) -> tuple[int, ...]:
             named = [v.name for v in weights(function) if v.kind != "state"]
             listed = f"weights are {', '.join(named[:_SHOWN])}{', ...' if len(named) > _SHOWN else ''}"
             listed = listed if named else "the model has no weights"
-            hint = did_you_mean(name, [x for x in position if x not in data], listed)
+            hint = did_you_mean(name, [EVEN, BALANCED, *[x for x in position if x not in data]], listed)
             what = f"{name!r} is data: a stage begins at a weight" if name in data else f"no input is called {name!r}"
             raise UsageError(f"cut: {what}", hint)
     return tuple(found)

@@ -17,6 +17,7 @@ from distir.models.config_file import is_config
 from distir.models.configs import described
 from distir.models.named import is_named, named
 from distir.transforms.pipeline.layers import layers
+from distir.transforms.plan import EVEN
 
 if TYPE_CHECKING:  # `distir.api.interop` is imported where one of the flags is given
     from distir.api.interop.plan_settings import ReadConfig, TrainingSettings
@@ -45,8 +46,9 @@ def read_other_plan(args: argparse.Namespace) -> ReadConfig | None:
     read = READERS[tool](path, args.gpus, _layers(args))
     overridden = {name for name in [*read.fields, "cut", *_PRECISION] if getattr(args, name) is not None}
     check_faults(read, overridden)
-    staged = [f for f in ("pp", "chunks", "schedule") if f in overridden and getattr(args, f) != read.fields[f]]
-    if staged and "cut" not in overridden and read.fields.pop("cut", ()):
+    staged = [f for f in ("pp", "chunks") if f in overridden and getattr(args, f) != read.fields[f]]
+    always = tool == "megatron" and read.fields.get("cut") == (EVEN,)
+    if staged and not always and "cut" not in overridden and read.fields.pop("cut", ()):
         _note(f"{path}: with --{staged[0]} stages are balanced by cost, not as it says")
     for name, x in read.fields.items():
         if name not in overridden:

@@ -303,9 +303,9 @@ class Plan:
         if self.stages.size > 1:
             text += f", {_schedule_text(self)}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
         if self.cut == (EVEN,):
-            text += ", stages of equal numbers of layers"
+            text += "" if self.stages.size == 1 else ", stages of equal numbers of layers"
         elif self.cut:
-            text += f", cut at {', '.join(self.cut) if len(self.cut) < 5 else counted(len(self.cut), 'weight')}"
+            text += f", cut at {', '.join(self.cut) if len(self.cut) < 5 else counted(len(self.cut), 'place')}"
         text += "" if self.order == self._default_order() else f", order {','.join(self.order)}"
         text += f", ZeRO {self.zero}" if self.zero else ""
         text += "" if self.gathered_again == "all" else f", {self.gathered_again} gathered again"

@@ -42,7 +42,7 @@ def cli(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_gives_plan_batch_sequence_and_precision(cli) -> None:
     code, out, err = cli(GPT, "--megatron-args", "args", "--gpus", 8)
     assert (code, err) == (0, "distir: note: args: 1 option outside the plan ignored\n")
-    same = ["--dim", "batch=32", "--dim", "seq=16", "--precision", "bf16", "--no-overlap", "--bucket-mb", "inf"]
+    same = ["--dim", "batch=32", "--dim", "seq=16", "--precision", "bf16", "--bucket-mb", "inf"]
     assert cli(GPT, *same, "--dp", 4, "--tp", 2, "--microbatches", 4)[:2] == (0, out)
     code, out, err = cli(GPT, "--torchtitan", "train.toml")
     same = ["--dim", "batch=16", "--dim", "seq=32", "--precision", "bf16", "--dp", 4, "--zero", 3]
@@ -55,7 +55,7 @@ def test_flags_override_a_file(cli) -> None:
     assert code == 0
     assert "args has 32 samples a step, the model 64" in err
     assert "ZeRO 1" in out
-    same = [f"{GPT},batch=64,seq=16", "--no-overlap", "--bucket-mb", "inf", "--dp", 4, "--tp", 2]
+    same = [f"{GPT},batch=64,seq=16", "--bucket-mb", "inf", "--dp", 4, "--tp", 2]
     assert cli(*same, "--microbatches", 4, "--zero", 1)[1] == out
     code, out, _ = cli(GPT, "--batch", 64, "--seq", 8, "--megatron-args", "args", "--gpus", 8, "--zero", 1)
     assert (code, "batch 64" in out) == (0, True)
@@ -82,10 +82,22 @@ def test_stages_are_those_of_the_file(cli) -> None:
             out.splitlines()[5:],
         )
         assert cli(LAYERS, flag, file, "--gpus", gpus, "--cut", "balanced")[1] != out
+        assert (
+            f"cut at {cut.replace(',', ', ')}"
+            in cli(LAYERS, "--schedule", "gpipe", flag, file, "--gpus", gpus, "--cut", cut)[1]
+        )
+        kept = cli(LAYERS, "--schedule", "gpipe", flag, file, "--gpus", gpus)[1]
+        assert ("cut at 2, 6, 10" if flag == "--megatron-args" else "stages of equal numbers of layers") in kept
         for flags in (["--pp", 2], ["--chunks", 2, "--schedule", "interleaved"]):
             code, out, err = cli(LAYERS, flag, file, "--gpus", gpus, *flags)
             assert (code, "cut" in out, "layers" in out.splitlines()[0]) == (0, False, False)
             assert f"with {flags[0]} stages are balanced by cost, not as it says" in err
+
+
+def test_stages_of_megatron_are_equal_however_many(cli) -> None:
+    Path("m").write_text(f"{ARGS} --pipeline-model-parallel-size 2")
+    code, out, err = cli(LAYERS, "--megatron-args", "m", "--gpus", 8, "--pp", 4)
+    assert (code, "stages of equal numbers of layers" in out, "balanced" in err) == (0, True, False)
 
 
 def test_stages_are_balanced_where_the_model_has_other_layers(cli, tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def test_where_stages_begin_may_be_said_in_other_ways(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text("cut = [2, 4]")
     assert load_plan(tmp_path / "p.toml")["cut"] == ("2", "4")
     assert "stages of equal numbers of layers" in str(Plan(pp=2, cut=("even",)))
+    assert "stages" not in str(Plan(dp=2, cut=("even",)))
+    assert "cut at 5 places" in str(Plan(pp=6, cut=("1", "2", "3", "4", "5")))
     assert "cut at 2, 4" in str(Plan(pp=3, cut=("2", "4")))
 
 

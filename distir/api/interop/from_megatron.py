@@ -87,7 +87,7 @@ def read_megatron(path: str | PathLike[str], devices: int | None = None, layers:
     plan, whole = _plan(given, devices, layers, precision)
     settings = TrainingSettings(whole, given["seq-length"], precision, None, layers)
     leave = ["loss_gradient"]
-    leave += ["bucket_mb"] if plan.zero > 1 and plan.overlap else []
+    leave += ["bucket_mb"] if plan.zero > 1 and given["overlap-grad-reduce"] else []
     leave += ["pad_multiple"] if given["make-vocab-size-divisible-by"] is None else []
     return ReadConfig(fields_of(plan, leave), settings, faults, notes, ignored, plan.size)
 
@@ -154,7 +154,7 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
     replicate = instances if zero else 1
     microbatches, whole = _microbatches(given, replicas)
     chunks = _chunks(given, pp, layers)
-    if zero and given["overlap-grad-reduce"] and not given["overlap-param-gather"]:
+    if zero and not given["overlap-param-gather"]:
         given.notes.append("without --overlap-param-gather: parameters are gathered beside compute all the same")
     sequence = given["sequence-parallel"] and tp > 1
     plan = Plan(
@@ -164,7 +164,6 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
         microbatches=microbatches,
         schedule=INTERLEAVED if chunks > 1 else ONE_F_ONE_B,
         chunks=chunks,
-        overlap=given["overlap-grad-reduce"],
         bucket_mb=_bucket_mb(given, replicas * cp, precision),
         zero=zero,
         sequence_parallel=sequence,

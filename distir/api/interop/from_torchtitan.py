@@ -18,7 +18,6 @@ from distir.api.interop.plan_settings import (
     REPLICATE,
     Fault,
     ReadConfig,
-    Request,
     TrainingSettings,
     fields_of,
     in_effect,
@@ -33,12 +32,12 @@ from distir.api.interop.to_torchtitan import (
     SCHEDULE_NAMES,
     USUAL_CHUNKS,
     WHOLE_IN_PIPELINES,
+    recompute_notes,
     shared_out,
-    torchtitan_notes,
     without_mixed_precision,
 )
 from distir.api.model import Precision
-from distir.ir.errors import UsageError, did_you_mean
+from distir.ir.errors import UsageError, counted, did_you_mean
 from distir.ir.files import read_toml
 from distir.transforms.pipeline.layers import even_layers
 from distir.transforms.plan import EVEN, Plan, cut_by_layers
@@ -98,9 +97,9 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
     fields = fields_of(plan, ["bucket_mb", "overlap", "loss_gradient", *([] if plan.cut else ["cut"])])
     if without_mixed_precision(plan) and not settings.dtype:
         notes.append("torchtitan has no mixed precision without FSDP beside other axes: all is in float32")
-    return ReadConfig(
-        fields, settings, faults, [*notes, *torchtitan_notes(Request(plan, settings))], ignored, plan.size
-    )
+    if plan.pp > 1 and given.layers is None:
+        notes.append("stages are balanced by cost, as the number of layers is not known: --cut even, or --cut N,N,...")
+    return ReadConfig(fields, settings, faults, [*notes, *recompute_notes(plan)], ignored, plan.size)
 
 
 def _section(name: str, section: str, options: Any) -> Mapping[str, ToolOption] | None:
@@ -214,6 +213,12 @@ def _schedule(given: _Given, pp: int) -> tuple[str, int]:
             raise UsageError(f"{given.name}: this schedule needs pipeline_parallel_schedule_csv")
         return file, 1 if name == _OF_ONE_STAGE.lower() else _chunks(given, pp)
     found = next((k for k, x in SCHEDULE_NAMES.items() if x.lower() == name), None)
+    single = found is not None and found != INTERLEAVED
+    if given.layers is not None and given["pipeline_parallel_layers_per_stage"] is not None:
+        each = _chunks(given, pp)
+        if (each != 1) == single:
+            text = f"{counted(each, 'stage')} a pipeline rank under {given['pipeline_parallel_schedule']}"
+            raise UsageError(f"{given.name}: {text}, which has {'one' if single else 'several'}")
     if found is None:
         if name not in [x.lower() for x in _OTHER_SCHEDULES]:
             known = f"known are {', '.join([*SCHEDULE_NAMES.values(), *_OTHER_SCHEDULES])}"

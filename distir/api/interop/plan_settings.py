@@ -164,6 +164,11 @@ def without_loss_gradient(r: Request) -> tuple[str, Request] | None:
     return "the gradient of the loss in the forward pass", r.changed(loss_gradient=usual)
 
 
+def with_overlap(r: Request) -> tuple[str, Request] | None:
+    """Streams of a GPU run beside each other."""
+    return None if r.plan.overlap else ("communication that does not overlap", r.changed(overlap=True))
+
+
 def with_layers_of_stages(r: Request, expressible: Callable[[Sequence[int]], bool]) -> tuple[str, Request] | None:
     """A tool shares out layers by number. `expressible`: whether it can give stages these numbers of layers."""
     plan, layers = r.plan, r.settings.layers
@@ -178,7 +183,8 @@ def with_layers_of_stages(r: Request, expressible: Callable[[Sequence[int]], boo
         what = "stages of numbers of layers of a model of unknown depth"
     else:
         what = "stages that begin at given weights"
-    return what, r.changed(cut=())
+    even = layers is not None and expressible(even_layers(layers, plan.pp * plan.chunks))
+    return what, r.changed(cut=(EVEN,) if even else ())
 
 
 def layers_of_stages(plan: Plan, layers: int | None) -> list[int] | None:

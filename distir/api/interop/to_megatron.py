@@ -9,7 +9,7 @@
   recomputation, of core attention, is `attention`.
 - A vocabulary is padded to a multiple of a number and the degree of tensor parallelism. Megatron-LM pads no other dims,
   and without the option vocabularies to 128; a file without it says nothing of the plan's `pad_multiple`.
-- Gradients are reduced in buckets beside the backward pass, or without overlap in one bucket after it.
+- Gradients are reduced in buckets beside the backward pass, or in one bucket after it, without --overlap-grad-reduce.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from distir.api.interop.plan_settings import (
     with_accumulation,
     with_known_axes,
     with_layers_of_stages,
+    with_overlap,
     with_schedule,
     with_sharded_groups,
     without_loss_gradient,
@@ -157,17 +158,14 @@ def _zero(request: Request) -> Iterator[str]:
 
 def _overlap(request: Request) -> Iterator[str]:
     plan = request.plan
-    if not plan.overlap:
+    if math.isinf(plan.bucket_mb):
         return
     yield "--overlap-grad-reduce"
     if plan.zero:
         yield "--overlap-param-gather"
     if plan.zero > 1:  # Megatron-FSDP makes a bucket of each block
         return
-    if math.isinf(plan.bucket_mb):
-        yield "--ddp-num-buckets 1"
-    else:
-        yield f"--ddp-bucket-size {max(1, round(plan.bucket_mb * MIB / gradient_bytes(request.settings.precision)))}"
+    yield f"--ddp-bucket-size {max(1, round(plan.bucket_mb * MIB / gradient_bytes(request.settings.precision)))}"
 
 
 def _precision(precision: Precision) -> Iterator[str]:
@@ -222,17 +220,17 @@ def _with_recompute(r: Request) -> tuple[str, Request] | None:
 def _with_buckets(r: Request) -> tuple[str, Request] | None:
     plan = r.plan
     elements = plan.bucket_mb * MIB / gradient_bytes(r.settings.precision)
-    if not plan.overlap:
-        usual = math.inf
-    elif plan.zero > 1:
+    if math.isinf(elements):
+        return None
+    if plan.zero > 1:
         usual = BUCKET_MB
-    elif math.isinf(elements) or elements == round(elements) != 1:
+    elif elements == round(elements) != 1:
         return None
     else:
         usual = max(2, round(elements)) * gradient_bytes(r.settings.precision) / MIB
     if plan.bucket_mb == usual:
         return None
-    return f"buckets of {plan.bucket_mb:g} MiB{'' if plan.overlap else ' without overlap'}", r.changed(bucket_mb=usual)
+    return f"buckets of {plan.bucket_mb:g} MiB", r.changed(bucket_mb=usual)
 
 
 def _in_order(r: Request) -> tuple[str, Request] | None:
@@ -271,6 +269,7 @@ MEGATRON_STEPS: tuple[Step, ...] = (
     _with_groups,
     _with_recompute,
     _with_precision,
+    with_overlap,
     _with_buckets,
     _in_order,
 )

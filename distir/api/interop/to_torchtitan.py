@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -36,6 +37,7 @@ from distir.api.interop.plan_settings import (
     with_accumulation,
     with_known_axes,
     with_layers_of_stages,
+    with_overlap,
     with_schedule,
     with_sharded_groups,
     without_loss_gradient,
@@ -106,14 +108,17 @@ def torchtitan_toml(request: Request) -> str:
 def torchtitan_notes(request: Request) -> list[str]:
     """What torchtitan does otherwise than the plan."""
     plan, layers = request.plan, request.settings.layers
-    found: list[str] = []
-    if plan.recompute == "selective":
-        found.append("recomputation by op also recomputes every second matrix product")
+    found = recompute_notes(plan)
     if plan.pp > 1 and not plan.cut:
         counts = shared_out(layers, plan.pp * plan.chunks, *_LESS) if layers is not None else []
         as_cut = f": --cut {','.join(cut_by_layers(counts))}" if counts and min(counts) >= 0 else ""
         found.append(f"stages are shared out by numbers of layers, not by cost{as_cut}")
     return found
+
+
+def recompute_notes(plan: Plan) -> list[str]:
+    """What torchtitan recomputes otherwise than the plan."""
+    return ["recomputation by op also recomputes every second matrix product"] if plan.recompute == "selective" else []
 
 
 def _schedule(plan: Plan, settings: TrainingSettings) -> dict[str, Any]:
@@ -141,12 +146,14 @@ def shared_out(layers: int, stages: int, first: int, last: int) -> list[int]:
 def _less_layers(plan: Plan, settings: TrainingSettings) -> tuple[int, int] | None:
     """What the embedding and the output count as for the plan's stages; None if nothing gives these, they are not
     known, or the plan has none."""
-    layers, stages = settings.layers, plan.pp * plan.chunks
-    want = layers_of_stages(plan, layers)
-    if want is None or layers is None or stages == 1:
-        return None
+    counts = layers_of_stages(plan, settings.layers)
+    return _less_for(counts) if counts is not None and len(counts) > 1 else None
+
+
+def _less_for(counts: Sequence[int]) -> tuple[int, int] | None:
+    """What the embedding and the output count as where stages have these numbers of layers; None if nothing does."""
     tried = [_LESS, (0, 0), *itertools.product(range(_MOST_LESS + 1), repeat=2)]
-    return next((less for less in tried if shared_out(layers, stages, *less) == want), None)
+    return next((less for less in tried if shared_out(sum(counts), len(counts), *less) == [*counts]), None)
 
 
 def _layers_per_stage(plan: Plan, settings: TrainingSettings) -> int | None:
@@ -189,7 +196,7 @@ def _with_chunks(r: Request) -> tuple[str, Request] | None:
 
 
 def _with_cut(r: Request) -> tuple[str, Request] | None:
-    return with_layers_of_stages(r, lambda counts: _less_layers(r.plan, r.settings) is not None)
+    return with_layers_of_stages(r, lambda counts: _less_for(counts) is not None)
 
 
 def _with_sequence(r: Request) -> tuple[str, Request] | None:
@@ -204,10 +211,6 @@ def _with_recompute(r: Request) -> tuple[str, Request] | None:
     if how in _RECOMPUTED:
         return None
     return f"the recomputation {how}", r.changed(recompute="none" if how == "gathers" else "selective")
-
-
-def _with_overlap(r: Request) -> tuple[str, Request] | None:
-    return None if r.plan.overlap else ("communication that does not overlap", r.changed(overlap=True))
 
 
 def _with_buckets(r: Request) -> tuple[str, Request] | None:
@@ -251,7 +254,7 @@ TORCHTITAN_STEPS: tuple[Step, ...] = (
     _with_chunks,
     _with_sequence,
     _with_recompute,
-    _with_overlap,
+    with_overlap,
     _with_buckets,
     in_order,
     _with_precision,

@@ -177,9 +177,7 @@ HYBRID = Plan(dp=2, zero=3, split=("replicate=2:*.0",), order=("tp", "dp", "repl
         ("megatron", replace(BOTH, split=(), pp=2, microbatches=4, order=(), cut=("even",))),
         (
             "megatron",
-            Plan(
-                dp=2, pp=2, microbatches=4, overlap=False, bucket_mb=math.inf, order=("tp", "pp", "dp"), cut=("even",)
-            ),
+            Plan(dp=2, pp=2, microbatches=4, bucket_mb=math.inf, order=("tp", "pp", "dp"), cut=("even",)),
         ),
         ("megatron", BOTH),
     ],
@@ -298,7 +296,7 @@ def test_the_sequence_is_split_along_both_axes_in_the_files_too(tmp_path: Path) 
         ("megatron", Plan(dp=2, recompute="selective"), "recomputation selective", "--recompute attention"),
         ("megatron", Plan(tp=2, sequence_parallel=True), "none with sequence", "--recompute gathers"),
         ("megatron", Plan(split=("cp=2:*.1",)), "none with sequence or context", "--recompute gathers"),  # type: ignore[arg-type]
-        ("megatron", Plan(dp=2, overlap=False), "buckets of 25 MiB without overlap", "--bucket-mb inf"),
+        ("megatron", Plan(dp=2, overlap=False), "communication that does not overlap", "--overlap"),
         ("megatron", Plan(dp=2, pp=2, order=("tp", "pp", "dp")), None, None),
         ("megatron", Plan(dp=2, cut=("a",)), "stages that begin at given weights", "--cut balanced"),
         ("megatron", Plan(pp=3), "32 layers on 3 stages", "--dp 3 --pp 1"),
@@ -563,13 +561,23 @@ def test_the_stages_of_megatron(text: str, layers: int | None, want: str | list[
     assert any("the model 16" in note for note in read().notes) == ("--num-layers 8" in text)
 
 
+def test_megatron_reduces_gradients_at_once_unless_they_overlap(tmp_path: Path) -> None:
+    """Its streams run beside each other all the same."""
+    for text, bucket in (("", math.inf), ("--overlap-grad-reduce --ddp-num-buckets 1", math.inf)):
+        fields = megatron(text, tmp_path).fields
+        assert (fields["overlap"], fields["bucket_mb"]) == (True, bucket)
+    assert megatron("--overlap-grad-reduce", tmp_path).fields["bucket_mb"] < 200
+    assert "overlap" not in arguments(Plan(dp=2, bucket_mb=math.inf), tmp_path)
+
+
 def test_stages_of_a_model_of_unknown_depth(tmp_path: Path) -> None:
     read = megatron("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1", tmp_path)
     with pytest.raises(InfeasibleError, match="a model of unknown depth"):
         check_faults(read, ())
     check_faults(read, ("cut",))
     assert "cut" not in toml(PIPELINE, tmp_path).fields
-    assert any("by numbers of layers, not by cost" in note for note in toml(PIPELINE, tmp_path).notes)
+    assert any("balanced by cost, as the number of layers is not known" in x for x in toml(PIPELINE, tmp_path).notes)
+    assert not toml(PIPELINE, tmp_path, layers=30).notes[1:]  # but of mixed precision
 
 
 PIPELINE = """
@@ -590,6 +598,11 @@ parallelism.pipeline_parallel_degree = 4
         ("schedule = 'Interleaved1F1B'", 14, "even"),  # 1, 2, 2, 2, 2, 2, 2, 1
         ("schedule = 'Interleaved1F1B'", 16, [2, 3, 2, 2, 2, 2, 2, 1]),
         ("schedule = 'Interleaved1F1B'", 5, "5 layers are too few for 8 stages"),
+        ("schedule = 'Interleaved1F1B' layers_per_stage = 3", 32, [2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 1]),
+        ("layers_per_stage = 9", 32, [8, 9, 8, 7]),
+        ("layers_per_stage = 4", 30, "2 stages a pipeline rank under 1F1B, which has one"),
+        ("schedule = 'GPipe' layers_per_stage = 4", 30, "2 stages a pipeline rank under GPipe, which has one"),
+        ("schedule = 'Interleaved1F1B' layers_per_stage = 9", 32, "1 stage a pipeline rank under Interleaved1F1B"),
         ("first_stage_less_layers = -1", 16, "at least 0, got -1"),
     ],
 )
@@ -650,8 +663,8 @@ def test_equal_numbers_of_layers_are_written() -> None:
     assert one["pipeline_parallel_last_stage_less_layers"] == 0
     for tool in TOOLS:
         for cut, layers, said in (
-            (("1", "20", "21"), 32, "stages of 1, 19, 1, 11 layers"),
-            (("1", "20", "21"), None, "stages of numbers of layers of a model of unknown depth"),
+            (("1", "20", "21"), 32, r"stages of 1, 19, 1, 11 layers .hint: nearest: --cut even"),
+            (("1", "20", "21"), None, r"numbers of layers of a model of unknown depth .hint: nearest: --cut balanced"),
             (("1", "20", "w"), 32, "stages that begin at given weights"),
             (("1", "20"), 32, "stages that begin at given weights"),
         ):

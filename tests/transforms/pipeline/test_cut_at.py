@@ -156,6 +156,7 @@ def test_what_needs_only_inputs_is_where_it_is_needed() -> None:
             "--cut W,W,... gives weights",
         ),
         (("even",), 3, InfeasibleError, "3 stages need a layer each: gpt has 2 layers that repeat", "--cut W,W"),
+        (("evn",), 2, UsageError, "no input is called 'evn'", "did you mean even?"),
         (("even", "1"), 3, UsageError, "cut: 'even' stands alone", "or --cut even"),
         (("1", "balanced"), 3, UsageError, "cut: 'balanced' stands alone", "or --cut even"),
         (("9" * 5000,), 2, UsageError, "no input is called '999", "weights are wte, wpe"),
