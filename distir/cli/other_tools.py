@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # `distir.api.interop` is imported where one of the flags is 
     from distir.api.interop.plan_settings import ReadConfig, TrainingSettings
 
 _FLAGS = {"torchtitan": "torchtitan", "megatron": "megatron_args"}
+_SHOWN = 12
+"""The most options that a note names."""
 _PRECISION = ("precision", "grad_dtype", "dtype")
 
 
@@ -54,7 +56,8 @@ def read_other_plan(args: argparse.Namespace) -> ReadConfig | None:
         if name not in overridden:
             setattr(args, name, x)
     _set_sizes(args, read.settings)
-    ignored = [f"{path}: {counted(read.ignored, 'option')} outside the plan ignored"]
+    names = f"{', '.join(read.ignored[:_SHOWN])}{', ...' if len(read.ignored) > _SHOWN else ''}"
+    ignored = [f"{path}: {counted(len(read.ignored), 'option')} outside the plan ignored: {names}"]
     for note in [*read.notes, *(ignored if read.ignored else [])]:
         _note(note)
     return read

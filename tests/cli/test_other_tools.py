@@ -41,7 +41,7 @@ def cli(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_gives_plan_batch_sequence_and_precision(cli) -> None:
     code, out, err = cli(GPT, "--megatron-args", "args", "--gpus", 8)
-    assert (code, err) == (0, "distir: note: args: 1 option outside the plan ignored\n")
+    assert (code, err) == (0, "distir: note: args: 1 option outside the plan ignored: --lr\n")
     same = ["--dim", "batch=32", "--dim", "seq=16", "--precision", "bf16", "--bucket-mb", "inf"]
     assert cli(GPT, *same, "--dp", 4, "--tp", 2, "--microbatches", 4)[:2] == (0, out)
     code, out, err = cli(GPT, "--torchtitan", "train.toml")

@@ -62,14 +62,15 @@ def read_megatron(path: str | PathLike[str], devices: int | None = None, layers:
     values: dict[str, Any] = {option: known.default for option, known in MEGATRON.items()}
     faults: list[Fault] = []
     notes: list[str] = []
-    ignored = 0
+    ignored: list[str] = []
     for option, words in found.options.items():
         known = _known(name, option)
         if known is None:
-            ignored += 1
+            ignored.append(option)
             continue
         x = values[option] = _value(f"{name}: {option}", known, words)
-        ignored += known.field == "" and not known.reason
+        if known.field == "" and not known.reason:
+            ignored.append(option)
         if known.reason and x != known.default:
             if known.field:
                 faults.append(Fault(known.field, f"{name}: {option}: {known.reason}", f"without {option}"))

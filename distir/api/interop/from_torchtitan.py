@@ -72,11 +72,11 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
     values = {key: option.default for table in TORCHTITAN.values() for key, option in table.items()}
     faults: list[Fault] = []
     notes: list[str] = []
-    ignored = 0
+    ignored: list[str] = []
     for section, options in read_toml(name, "torchtitan 0.2 reads TOML").items():
         table = _section(name, section, options)
         if table is None:
-            ignored += len(options) if isinstance(options, dict) else 1
+            ignored += [f"{section}.{key}" for key in options] if isinstance(options, dict) else [section]
             if converters := isinstance(options, dict) and options.get("converters"):
                 text = f"{name}: {section}.converters = {json.dumps(converters)}: products in fewer bits"
                 faults.append(Fault("precision", text, "without converters"))
@@ -84,7 +84,8 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
         for key, x in options.items():
             option = _checked(f"{name}: {section}.{key}", table, key, x)
             values[key] = x
-            ignored += option.field == "" and not option.reason
+            if option.field == "" and not option.reason:
+                ignored.append(f"{section}.{key}")
             if option.reason and x != option.default:
                 text = f"{section}.{key} = {json.dumps(x)}: {option.reason}"
                 if option.field:

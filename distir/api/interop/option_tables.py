@@ -181,5 +181,5 @@ MEGATRON: dict[str, ToolOption] = {
     },
 }
 """By name."""
-CONCERNS = ("parallel", "pipeline", "recompute", "fsdp", "overlap", "shard", "offload", "batch-size")
+CONCERNS = ("parallel", "pipeline", "stage", "recompute", "fsdp", "overlap", "shard", "offload", "batch-size")
 """An option of Megatron-LM whose name has one of these may change the plan, if `MEGATRON` does not say what it does."""

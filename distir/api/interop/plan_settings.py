@@ -64,7 +64,7 @@ class Fault(NamedTuple):
 class ReadConfig(NamedTuple):
     """What a file of another tool says: `fields` of a plan, and the settings.
 
-    `faults`: what distir cannot do. `notes`: what is done only nearly so. `ignored`: how many options do not concern
+    `faults`: what distir cannot do. `notes`: what is done only nearly so. `ignored`: the options that do not concern
     the plan. `devices`: how many the plan takes.
     """
 
@@ -72,7 +72,7 @@ class ReadConfig(NamedTuple):
     settings: TrainingSettings
     faults: Sequence[Fault]
     notes: Sequence[str]
-    ignored: int
+    ignored: Sequence[str]
     devices: int
 
 
