@@ -570,6 +570,13 @@ def test_megatron_reduces_gradients_at_once_unless_they_overlap(tmp_path: Path) 
         assert (fields["overlap"], fields["bucket_mb"]) == (True, bucket)
     assert megatron("--overlap-grad-reduce", tmp_path).fields["bucket_mb"] < 200
     assert "overlap" not in arguments(Plan(dp=2, bucket_mb=math.inf), tmp_path)
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"
+    assert megatron(sharded, tmp_path).fields["bucket_mb"] == math.inf
+    assert "bucket_mb" not in megatron(f"{sharded} --overlap-grad-reduce", tmp_path).fields  # it has its own
+    both = "--overlap-grad-reduce --overlap-param-gather"
+    for text, count in (("", 1), ("--overlap-grad-reduce", 1), (both, 0)):
+        notes = megatron(f"--use-distributed-optimizer {text}", tmp_path).notes
+        assert [note.startswith("without --overlap-param-gather") for note in notes] == [True] * count
 
 
 def test_stages_of_a_model_of_unknown_depth(tmp_path: Path) -> None:
@@ -579,7 +586,7 @@ def test_stages_of_a_model_of_unknown_depth(tmp_path: Path) -> None:
     check_faults(read, ("cut",))
     assert "cut" not in toml(PIPELINE, tmp_path).fields
     assert any("balanced by cost, as the number of layers is not known" in x for x in toml(PIPELINE, tmp_path).notes)
-    assert not toml(PIPELINE, tmp_path, layers=30).notes[1:]  # but of mixed precision
+    assert toml(PIPELINE, tmp_path, layers=30).notes == []
 
 
 PIPELINE = """
@@ -649,6 +656,10 @@ def test_the_nearest_plan_of_other_stages_is_not_cut_where_it_was() -> None:
     settings = BATCH._replace(layers=24)
     near, applied, _ = nearest_plan(plan, "megatron", settings)
     assert (near.chunks, near.cut) == (1, ())
+    assert emit(near, "megatron", applied)
+    odd = Plan(dp=2, pp=4, microbatches=4, zero=1, cut=("1", "20", "21"))
+    near, applied, _ = nearest_plan(odd, "megatron", BATCH._replace(layers=33))  # 8, 9, 8 and 8 it cannot have
+    assert near.cut == ()
     assert emit(near, "megatron", applied)
 
 
