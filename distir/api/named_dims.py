@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 from distir.ir.errors import InfeasibleError, UsageError, counted, did_you_mean
 from distir.ir.function import Function, Value
 from distir.ops.rules import shape_of
 from distir.transforms.pipeline.layers import even_layers, layers
-from distir.transforms.plan import BALANCED, EVEN, InputSplit, Plan, cut_by_layers
+from distir.transforms.plan import BALANCED, EVEN, InputSplit, Plan
 from distir.transforms.roles import weights
 
 _NAMES = f"--cut W,W,... gives weights, or numbers of layers, at which stages begin; or --cut {EVEN}"
@@ -73,7 +74,7 @@ def _even(function: Function, stages: int) -> tuple[int, ...]:
     count = len(layers(function).first) if stages > 1 else 1
     if count < stages:
         raise InfeasibleError(f"cut: {stages} stages need a layer each: {_repeated(function)}", _NAMES)
-    return tuple([_numbered(function, int(name)) for name in cut_by_layers(even_layers(count, stages))])
+    return tuple([_numbered(function, n) for n in accumulate(even_layers(count, stages)[:-1])])
 
 
 def _numbered(function: Function, number: int) -> int:

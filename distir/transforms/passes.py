@@ -113,7 +113,7 @@ def _join(function: Function, settings: PassContext) -> Function:
 
 
 def _recompute(function: Function, settings: PassContext) -> Function:
-    return recompute(function, settings.plan.recompute, settings.plan.stages.size * settings.plan.chunks)
+    return recompute(function, settings.plan.recompute, settings.plan.stage_count)
 
 
 def _schedule(function: Function, settings: PassContext) -> Function:

@@ -7,7 +7,6 @@ number of devices along it; what a strategy does is a row of `sharding.strategie
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import numbers
@@ -26,7 +25,7 @@ from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
 from distir.transforms.pipeline.recompute import WORDS
 from distir.transforms.pipeline.schedule import Schedule, check_name, make_table
-from distir.transforms.pipeline.schedule_table import as_table, format_table, parse_table, rank_of_stage
+from distir.transforms.pipeline.schedule_table import as_table, format_table, parse_table
 
 BATCH, WEIGHTS, STAGES, INPUTS = "batch", "weights", "stages", "inputs"
 """Strategies: the axis splits the batch; the weights; the program, into pipeline stages; dims of inputs by name."""
@@ -145,11 +144,6 @@ def _cuts(given: Any) -> tuple[str, ...]:
 def _is_cut(x: Any) -> bool:
     number = isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0
     return number or (isinstance(x, str) and x != "")
-
-
-def cut_by_layers(counts: Sequence[int]) -> tuple[str, ...]:
-    """`Plan.cut` for stages of these numbers of layers."""
-    return tuple(map(str, itertools.accumulate(counts[:-1])))
 
 
 @dataclass(frozen=True, repr=False)
@@ -284,7 +278,7 @@ class Plan:
     @property
     def stage_count(self) -> int:
         """The number of pipeline stages, of all ranks."""
-        return len(rank_of_stage(make_table(self.schedule, self.stages.size, self.microbatches, self.chunks)))
+        return self.stages.size * self.chunks
 
     @cached_property
     def sharding(self) -> Sharding:

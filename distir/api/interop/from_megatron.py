@@ -18,6 +18,7 @@ from distir.api.interop.plan_settings import (
     Fault,
     ReadConfig,
     TrainingSettings,
+    cut_of,
     fields_of,
     in_effect,
     nested,
@@ -27,8 +28,7 @@ from distir.api.interop.shell_words import ShellOptions, shell_options
 from distir.api.interop.to_megatron import FSDP_STRATEGIES, gradient_bytes
 from distir.api.model import Precision
 from distir.ir.errors import UsageError, did_you_mean
-from distir.transforms.pipeline.layers import even_layers
-from distir.transforms.plan import EVEN, MIB, Plan, cut_by_layers
+from distir.transforms.plan import EVEN, MIB, Plan
 
 _LEAST_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Elements of a bucket if none are given: at least so many, and so many for each data-parallel rank."""
@@ -233,7 +233,7 @@ def _cut(given: _Given, pp: int, chunks: int, layers: int | None) -> tuple[str, 
         text = f"{given.name}: {layers} layers cannot be shared out to {stages}, as it says"
         given.faults.append(Fault("cut", text, "--cut says where they begin"))
         return ()
-    return (EVEN,) if counts == even_layers(layers, pp * chunks) else cut_by_layers(counts)
+    return cut_of(counts)
 
 
 def _counted(given: _Given) -> list[int]:

@@ -19,6 +19,7 @@ from distir.api.interop.plan_settings import (
     Fault,
     ReadConfig,
     TrainingSettings,
+    cut_of,
     fields_of,
     in_effect,
     nested,
@@ -39,8 +40,7 @@ from distir.api.interop.to_torchtitan import (
 from distir.api.model import Precision
 from distir.ir.errors import UsageError, counted, did_you_mean
 from distir.ir.files import read_toml
-from distir.transforms.pipeline.layers import even_layers
-from distir.transforms.plan import EVEN, Plan, cut_by_layers
+from distir.transforms.plan import Plan
 
 _SECTIONS_NEAR = 0.8
 _OTHER_SCHEDULES = ("LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -214,12 +214,6 @@ def _schedule(given: _Given, pp: int) -> tuple[str, int]:
             raise UsageError(f"{given.name}: this schedule needs pipeline_parallel_schedule_csv")
         return file, 1 if name == _OF_ONE_STAGE.lower() else _chunks(given, pp)
     found = next((k for k, x in SCHEDULE_NAMES.items() if x.lower() == name), None)
-    single = found is not None and found != INTERLEAVED
-    if given.layers is not None and given["pipeline_parallel_layers_per_stage"] is not None:
-        each = _chunks(given, pp)
-        if (each != 1) == single:
-            text = f"{counted(each, 'stage')} a pipeline rank under {given['pipeline_parallel_schedule']}"
-            raise UsageError(f"{given.name}: {text}, which has {'one' if single else 'several'}")
     if found is None:
         if name not in [x.lower() for x in _OTHER_SCHEDULES]:
             known = f"known are {', '.join([*SCHEDULE_NAMES.values(), *_OTHER_SCHEDULES])}"
@@ -228,6 +222,12 @@ def _schedule(given: _Given, pp: int) -> tuple[str, int]:
         nearest = SCHEDULE_NAMES[INTERLEAVED]
         given.faults.append(Fault("schedule", text, f"nearest: {nearest}; or --schedule with the file of its table"))
         found = INTERLEAVED
+    single = found != INTERLEAVED
+    if given.layers is not None and given["pipeline_parallel_layers_per_stage"] is not None:
+        each = _chunks(given, pp)
+        if (each != 1) == single:
+            text = f"{counted(each, 'stage')} a pipeline rank under {given['pipeline_parallel_schedule']}"
+            raise UsageError(f"{given.name}: {text}, which has {'one' if single else 'several'}")
     return file or found, _chunks(given, pp) if found == INTERLEAVED else 1
 
 
@@ -241,7 +241,7 @@ def _cut(given: _Given, stages: int) -> tuple[str, ...]:
     counts = shared_out(given.layers, stages, *less)
     if min(counts) < 0:
         raise UsageError(f"{given.name}: {given.layers} layers are too few for {stages} stages")
-    return (EVEN,) if counts == even_layers(given.layers, stages) else cut_by_layers(counts)
+    return cut_of(counts)
 
 
 def _less_layers(given: _Given) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from distir.api.model import Precision
@@ -48,7 +48,7 @@ class Request(NamedTuple):
     def changed(self, **changes: Any) -> Request:
         """With other values of the plan's fields. For another number of stages it no longer says where each begins."""
         plan = replace(self.plan, **changes)
-        if plan.pp * plan.chunks != self.plan.pp * self.plan.chunks and plan.cut != (EVEN,):
+        if plan.stage_count != self.plan.stage_count and plan.cut != (EVEN,):
             plan = replace(plan, cut=())
         return self._replace(plan=plan)
 
@@ -183,13 +183,13 @@ def with_layers_of_stages(r: Request, expressible: Callable[[Sequence[int]], boo
         what = "stages of numbers of layers of a model of unknown depth"
     else:
         what = "stages that begin at given weights"
-    even = layers is not None and expressible(even_layers(layers, plan.pp * plan.chunks))
+    even = layers is not None and expressible(even_layers(layers, plan.stage_count))
     return what, r.changed(cut=(EVEN,) if even else ())
 
 
 def layers_of_stages(plan: Plan, layers: int | None) -> list[int] | None:
     """The layers that each stage of a plan has, of so many; None where it does not say, or they are not known."""
-    stages = plan.pp * plan.chunks
+    stages = plan.stage_count
     if layers is None or not plan.cut:
         return None
     if plan.cut == (EVEN,):
@@ -199,6 +199,13 @@ def layers_of_stages(plan: Plan, layers: int | None) -> list[int] | None:
     begins = [0, *map(int, plan.cut), layers]
     counts = [b - a for a, b in pairwise(begins)]
     return counts if min(counts) >= 0 else None
+
+
+def cut_of(counts: Sequence[int]) -> tuple[str, ...]:
+    """`Plan.cut` for stages of these numbers of layers."""
+    if [*counts] == even_layers(sum(counts), len(counts)):
+        return (EVEN,)
+    return tuple(map(str, accumulate(counts[:-1])))
 
 
 def with_known_axes(r: Request) -> tuple[str, Request] | None:

@@ -188,9 +188,9 @@ def gradient_bytes(precision: Precision) -> int:
 def _with_layers(r: Request) -> tuple[str, Request] | None:
     """Every stage has as many layers, if nothing else is said."""
     plan, layers = r.plan, r.settings.layers
-    if layers is None or plan.cut or layers % (plan.pp * plan.chunks) == 0:
+    if layers is None or plan.cut or layers % plan.stage_count == 0:
         return None
-    what = f"{layers} layers on {plan.pp * plan.chunks} stages"
+    what = f"{layers} layers on {plan.stage_count} stages"
     if layers % plan.pp == 0:
         chunks = max(n for n in range(1, plan.chunks) if layers % (plan.pp * n) == 0)
         return what, r.changed(chunks=chunks)

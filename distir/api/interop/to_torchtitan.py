@@ -30,6 +30,7 @@ from distir.api.interop.plan_settings import (
     Step,
     TrainingSettings,
     all_gathered_again,
+    cut_of,
     in_order,
     layers_of_stages,
     samples,
@@ -44,7 +45,7 @@ from distir.api.interop.plan_settings import (
     without_padding,
 )
 from distir.api.model import Precision
-from distir.transforms.plan import BUCKET_MB, Plan, cut_by_layers
+from distir.transforms.plan import BUCKET_MB, Plan
 
 TORCHTITAN_NAME = "torchtitan"
 SCHEDULE_NAMES = {ONE_F_ONE_B: "1F1B", INTERLEAVED: "Interleaved1F1B", GPIPE: "GPipe"}
@@ -110,8 +111,8 @@ def torchtitan_notes(request: Request) -> list[str]:
     plan, layers = request.plan, request.settings.layers
     found = recompute_notes(plan)
     if plan.pp > 1 and not plan.cut:
-        counts = shared_out(layers, plan.pp * plan.chunks, *_LESS) if layers is not None else []
-        as_cut = f": --cut {','.join(cut_by_layers(counts))}" if counts and min(counts) >= 0 else ""
+        counts = shared_out(layers, plan.stage_count, *_LESS) if layers is not None else []
+        as_cut = f": --cut {','.join(cut_of(counts))}" if counts and min(counts) >= 0 else ""
         found.append(f"stages are shared out by numbers of layers, not by cost{as_cut}")
     return found
 
@@ -158,7 +159,7 @@ def _less_for(counts: Sequence[int]) -> tuple[int, int] | None:
 
 def _layers_per_stage(plan: Plan, settings: TrainingSettings) -> int | None:
     """The layers of a stage that give the plan's number of stages; None if there is none such, or it is not known."""
-    stages = plan.pp * plan.chunks
+    stages = plan.stage_count
     if settings.layers is None:
         return None
     layers = settings.layers + sum(_less_layers(plan, settings) or _LESS)

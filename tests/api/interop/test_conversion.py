@@ -613,6 +613,7 @@ parallelism.pipeline_parallel_degree = 4
         ("schedule = 'GPipe' layers_per_stage = 4", 30, "2 stages a pipeline rank under GPipe, which has one"),
         ("schedule = 'Interleaved1F1B' layers_per_stage = 9", 32, "1 stage a pipeline rank under Interleaved1F1B"),
         ("first_stage_less_layers = -1", 16, "at least 0, got -1"),
+        ("schedule = '1B1F' layers_per_stage = 9", 32, "no schedule '1B1F'"),
     ],
 )
 def test_the_stages_of_torchtitan(more: str, layers: int, want: str | list[int], tmp_path: Path) -> None:
